@@ -168,7 +168,8 @@ class _Grammar(textgen.ContextSensitiveGrammar):
             return "".join(self._expand(s, state, mapping) for s in rule.rhs)
         if isinstance(symbol, textgen.EvalSymbol):                    # e.g. {o.indefinite + ' ' + o.name}
             names = {ph.name: self._entities[var.name] for ph, var in mapping.items()}
-            return str(eval(_compile(symbol.expression), {}, names))
+            return str(eval(_compile(symbol.expression), {}, names))  # stock passes them by locals().update(), which
+                                                                      # has no effect from Python 3.13 on (NameError)
         inner = symbol.symbol if isinstance(symbol, textgen.ListSymbol) else symbol
         matches = state.matches(inner.given, mapping) if inner.given else [mapping]
         items = [self._expand(inner.expression, state, match) for match in matches]
@@ -1199,6 +1200,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.worker:
         _worker(args.worker)
+    elif args.benchmark and sys.version_info >= (3, 13):
+        parser.error("the stock engine does not run on Python 3.13 or later, so there is nothing to compare with")
     elif args.benchmark:
         with tempfile.TemporaryDirectory() as folder:
             os.environ["XDG_CACHE_HOME"] = f"{folder}/cache"     # an empty disk cache, or no load would be a first one

@@ -2,7 +2,7 @@
 
     python seed_mini.py --env alfworld                    # the whole method, tiny shipped base, about ten minutes on two cores
     python seed_mini.py --env alfworld --method grpo      # the baseline from the same start
-    python seed_mini.py --eval --model runs/seed/checkpoints/last/policy
+    python seed_mini.py --eval --model runs/seed/checkpoints/update-000050/policy
 
 What happens, in the order of this file:
 
@@ -56,6 +56,7 @@ TINY = HERE / "notebooks" / "tiny_base"  # made by notebooks/00_tiny_base.ipynb
 # ------------------------------------------------------------------------------------------------------------------
 def option(default, text, **kwargs):
     """A dataclass field whose text is the --help line."""
+    text = text.replace("%", "%%")  # argparse formats it
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata={"help": text, **kwargs})
     return field(default=default, metadata={"help": text, **kwargs})
@@ -167,13 +168,16 @@ def check_config(cfg: Config) -> None:
         need(value is None or value >= 1, f"--{name} must be at least 1, not {value}.")
     for name in ("updates", "eval_every", "seed", "games_seed", "sft_anchor", "kl_coef", "lambda_opd", "beta_opd", "weight_decay", "invalid_penalty"):
         value = getattr(cfg, name)
-        need(value is None or value >= 0, f"--{name} must not be negative, not {value}.")
+        need(value is None or (value >= 0 and math.isfinite(value)), f"--{name} must be a number that is not negative, not {value}.")
     for name in ("sft_lr", "lr", "max_grad_norm", "step_timeout", "temperature", "eval_temperature"):
         value = getattr(cfg, name)
         need(value is None or (value > 0 and math.isfinite(value)), f"--{name} must be a positive number, not {value}.")
     need(cfg.group_size is None or cfg.group_size >= 2, "--group_size must be at least 2: a group of one has no other rollout to be compared with.")
     need(0 < cfg.clip_range < 1, f"--clip_range must lie between 0 and 1, not {cfg.clip_range}.")
     need(cfg.dual_clip is None or cfg.dual_clip > 1, f"--dual_clip must be above 1, not {cfg.dual_clip}.")
+    need(None in (cfg.max_context, cfg.max_response) or cfg.max_response < cfg.max_context,
+         f"--max_response {cfg.max_response} leaves no room for a prompt in --max_context {cfg.max_context}.")
+    need(cfg.device != "cuda" or torch.cuda.is_available(), "--device cuda: this torch sees no CUDA card; use --device cpu.")
     need(not (cfg.method == "grpo" and (cfg.no_opd or cfg.static_skills or cfg.shuffle_skills)),
          "--no_opd, --static_skills and --shuffle_skills are ablations of --method seed; with --method grpo there are no skills to change.")
     need(not (cfg.static_skills and cfg.shuffle_skills), "--static_skills and --shuffle_skills exclude each other.")
@@ -273,7 +277,7 @@ def chat_pieces(tokenizer) -> tuple[int, tuple[list[int], list[int]], tuple[list
     before, after = render("SLOTA").split("SLOTA")
     middle, last = render("SLOTA", "SLOTB", "SLOTC").split("SLOTB")[1].split("SLOTC")
     glue = ids(middle)
-    if glue[0] not in tokenizer.all_special_ids and glue[0] not in tokenizer.added_tokens_decoder:
+    if not glue or glue[0] not in tokenizer.all_special_ids and glue[0] not in tokenizer.added_tokens_decoder:
         raise ValueError(f"the chat template closes an assistant turn with {middle[:20]!r}, which is not a control token; this model cannot be used.")
     return glue[0], (ids(before), ids(after)), (glue[1:], ids(last))
 
@@ -305,7 +309,7 @@ def load_policy(cfg: Config, path: str, *, trainable: bool = True) -> Policy:
         model.to(device)
     model.requires_grad_(False) if not trainable else None
     end_id, first, later = chat_pieces(tokenizer)
-    words = [t.content for t in tokenizer.added_tokens_decoder.values() if not t.special]
+    words = [t.content for t in tokenizer.added_tokens_decoder.values() if not t.special and len(t.content) > 1]  # "\n" is no control token
     return Policy(model.eval(), tokenizer, device, end_id, first, later, control_words=words)
 
 
@@ -314,7 +318,9 @@ def _add_lora(cfg: Config, model, adapter: Path | None, trainable: bool):
     from peft import LoraConfig, PeftModel, get_peft_model
     if adapter is not None:
         return PeftModel.from_pretrained(model, adapter, is_trainable=trainable)
-    return get_peft_model(model, LoraConfig(r=cfg.lora_rank, lora_alpha=2 * cfg.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM"))
+    with torch.random.fork_rng():  # peft draws the A matrices from torch's global generator
+        torch.manual_seed(cfg.seed)
+        return get_peft_model(model, LoraConfig(r=cfg.lora_rank, lora_alpha=2 * cfg.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM"))
 
 
 def freeze_reference(policy: Policy) -> None:
@@ -473,13 +479,14 @@ def take_turn(policy: Policy, cfg: Config, roll: Rollout, new: list[int], logps:
     observation, reward, terminated, truncated, info = result
     episode, closed = roll.episode, new[-1] == policy.end_id
     response = policy.decode(new)
-    episode.steps.append(envs.Step(episode.final_observation, response, envs.parse_action(response), info["valid"]))
+    valid = info["valid"] or "end" in info  # when the environment fails, info is the step before's
+    episode.steps.append(envs.Step(episode.final_observation, response, envs.parse_action(response), valid))
     episode.final_observation = observation
     episode.reward += reward
     episode.won = episode.won or info["won"]
     forced = [] if closed else [policy.end_id]
     counters["responses cut at max_response"] += not closed
-    counters["invalid actions"] += not info["valid"]
+    counters["invalid actions"] += not valid
     _append(roll, new, True, logps)
     _append(roll, forced, False)
     if terminated or truncated:
@@ -487,7 +494,7 @@ def take_turn(policy: Policy, cfg: Config, roll: Rollout, new: list[int], logps:
     else:
         text = envs.turn_text(observation, admissible=info["admissible"] if cfg.show_admissible else None)
         turn = policy.later[0] + policy.encode(text) + policy.later[1]
-        if len(roll.ids) + len(turn) + cfg.max_response <= cfg.max_context:
+        if len(roll.ids) + len(turn) + cfg.max_response < cfg.max_context:  # not <=: an end token may have to be forced
             _append(roll, turn, False)
             return [new[-1]] + forced + turn
         episode.end = "context limit"
@@ -507,13 +514,13 @@ def rollout(policy: Policy, pool: envs.EnvPool, games: list[envs.Game], cfg: Con
 
     rngs holds one generator per episode, so an episode's random numbers do not depend on its neighbours in the batch.
     """
-    rolls, counters = [], Counter()
+    rolls, counters, before = [], Counter(), Counter(pool.counters)
     for first in range(0, len(games), cfg.rollout_batch):
         batch = games[first:first + cfg.rollout_batch]
         part, chunks = [], {}
         for i, (game, (observation, info)) in enumerate(zip(batch, pool.reset(batch))):
             roll = start_rollout(policy, cfg, game, observation, info, skill_texts[first + i] if skill_texts else "")
-            roll.episode.end = info.get("end", "" if len(roll.ids) + cfg.max_response <= cfg.max_context else "context limit")
+            roll.episode.end = info.get("end", "" if len(roll.ids) + cfg.max_response < cfg.max_context else "context limit")
             if roll.episode.end:  # over before it began: no step, no sampled token, counted
                 counters[f"ended: {roll.episode.end}"] += 1
             else:
@@ -531,7 +538,9 @@ def rollout(policy: Policy, pool: envs.EnvPool, games: list[envs.Game], cfg: Con
             if alive:
                 kv.keep(rows)
         rolls += part
-    return rolls, +counters  # without the zeros
+    if rolls and all(r.episode.end == "context limit" and not r.episode.steps for r in rolls):
+        raise RuntimeError(f"no game can begin: the first prompt alone needs more than --max_context {cfg.max_context} minus --max_response {cfg.max_response}.")
+    return rolls, counters + (Counter(pool.counters) - before)  # + also drops the zeros
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -633,14 +642,14 @@ def sft_sequences(policy: Policy, cfg: Config, rows: list[dict], counters: Count
     return sequences
 
 
-def anchor_kl(policy: Policy, reference: Policy, sequences: list[Sequence]) -> torch.Tensor:
+def anchor_kl(policy: Policy, sequences: list[Sequence]) -> torch.Tensor:
     """Mean over sampled tokens of KL(reference || policy) over the whole vocabulary: the acting the base had, kept without any label.
 
     Not in the paper: a small model that learns the analysis format from nothing forgets how to act (README, "Differences").
     Plain logits [N, V], so this is for small vocabularies; the paper profile leaves it off.
     """
     hidden, *_ = response_hidden(policy, sequences)
-    with torch.no_grad():
+    with torch.no_grad(), reference_of(policy) as reference:
         target, *_ = response_hidden(reference, sequences)
         target = torch.log_softmax((target @ reference.head.T).float(), -1)
     return torch.nn.functional.kl_div(torch.log_softmax((hidden @ policy.head.T).float(), -1), target, log_target=True, reduction="batchmean")
@@ -677,8 +686,7 @@ def sft(policy: Policy, cfg: Config, sequences: list[Sequence], acting: list[Seq
             total += loss.item()
         if anchored:
             picks = counted_rng(cfg.seed, "sft anchor", step).choice(len(acting), size=min(cfg.sft_batch, len(acting)), replace=False)
-            with reference_of(policy) as reference:
-                anchor = anchor_kl(policy, reference, [acting[i] for i in picks])
+            anchor = anchor_kl(policy, [acting[i] for i in picks])
             (cfg.sft_anchor * anchor).backward()
         norm = torch.nn.utils.clip_grad_norm_(params, cfg.max_grad_norm)
         optimizer.step()
@@ -747,9 +755,9 @@ def analyze_own(policy: Policy, cfg: Config, rolls: list[Rollout], update: int, 
         counters["analyses cut at max_analysis"] += cut
         replies = [skills.parse_reply(text) for text in texts]
     if cfg.shuffle_skills:
-        usable = [i for i, r in enumerate(replies) if r.skill]
-        moved = counted_rng(cfg.seed, "shuffle", update).permutation(usable)
-        replies = [replies[moved[usable.index(i)]] if r.skill else r for i, r in enumerate(replies)]
+        usable = counted_rng(cfg.seed, "shuffle", update).permutation([i for i, r in enumerate(replies) if r.skill]).tolist()
+        giver = dict(zip(usable, usable[1:] + usable[:1]))  # one cycle, so nobody keeps its own
+        replies = [replies[giver[i]] if i in giver else r for i, r in enumerate(replies)]
     counters.update(f"analysis {r.status}" for r in replies if r.status != "ok")
     counters["skills shortened"] += sum(r.cut for r in replies)
     return replies, +counters
@@ -767,6 +775,22 @@ def score_all(policy: Policy, cfg: Config, rolls: list[Rollout], replies: list[s
     for i, logp in zip(usable, scored):
         teacher[i] = logp
     return Scores(old, ref, teacher, entropy)
+
+
+DROPPED, SKIPPED = "episodes dropped: log-prob not finite", "optimizer steps skipped: gradient not finite"  # counters
+
+
+def drop_not_finite(rolls: list[Rollout], scores: Scores) -> int:
+    """Take episodes with a log-prob that is NaN or inf out of the update and return how many: from here on they have no sampled token.
+
+    Before the training pass, because a gradient that is 0 at such a token is still NaN in the layers below it. The reward stays in its group.
+    """
+    bad = [i for i in range(len(rolls)) if not all(s[i].isfinite().all() for s in (scores.old, scores.reference, scores.teacher))]
+    for i in bad:
+        rolls[i].sampled = [False] * len(rolls[i].ids)
+        for s in (scores.old, scores.reference, scores.teacher, scores.entropy):
+            s[i] = s[i][:0]
+    return len(bad)
 
 
 def update_policy(policy: Policy, cfg: Config, optimizer: torch.optim.Optimizer, rolls: list[Rollout], scores: Scores, advantages: torch.Tensor,
@@ -813,11 +837,15 @@ def update_policy(policy: Policy, cfg: Config, optimizer: torch.optim.Optimizer,
             totals["grad_norm_opd"] = _norm(opd_grads)
             for p, g in zip(params, opd_grads):
                 p.grad = g if p.grad is None else p.grad + g
-        totals["grad_norm"] += float(torch.nn.utils.clip_grad_norm_(params, cfg.max_grad_norm))
-        optimizer.step()
+        norm = float(torch.nn.utils.clip_grad_norm_(params, cfg.max_grad_norm))
+        totals["grad_norm"] += norm
+        if math.isfinite(norm):
+            optimizer.step()
+        else:  # one such step would turn every weight into NaN
+            totals[SKIPPED] += 1
         optimizer.zero_grad(set_to_none=True)
         steps += 1
-    once = ("grad_norm_rl", "grad_norm_opd")
+    once = ("grad_norm_rl", "grad_norm_opd", SKIPPED)
     return {key: value if key in once else value / max(1, steps) for key, value in totals.items()}
 
 
@@ -873,26 +901,29 @@ def one_update(policy: Policy, pool: envs.EnvPool, games: list[envs.Game], cfg: 
     replies, more = analyze_own(policy, cfg, rolls, update, library) if cfg.method == "seed" else (None, Counter())  # (b) analyze
     clock.lap("analysis")
     scores = score_all(policy, cfg, rolls, replies)  # (c) teach
+    counters[DROPPED] = drop_not_finite(rolls, scores)
     clock.lap("scoring")
     rewards = torch.tensor([r.episode.reward for r in rolls], dtype=torch.float64).view(P, G)
     advantages = losses.group_advantages(rewards).view(-1).float()
     has_skill = [bool(r.skill) for r in replies] if replies else [False] * len(rolls)
     stats = update_policy(policy, cfg, optimizer, rolls, scores, advantages, has_skill, update)
+    counters[SKIPPED] = stats.pop(SKIPPED, 0)
     clock.lap("training")
     run.write_rollouts(rolls, replies, update, stage="rl", scores=scores)
     lengths = [sum(r.sampled) for r in rolls]
-    gap = max(float((torch.tensor([lp for lp, on in zip(r.logp, r.sampled) if on]) - s.cpu()).abs().max()) for r, s in zip(rolls, scores.old) if len(s))
+    gap = max((float((torch.tensor([lp for lp, on in zip(r.logp, r.sampled) if on]) - s.cpu()).abs().max()) for r, s in zip(rolls, scores.old) if len(s)),
+              default=0.0)
     line = dict(stage="rl", update=update, reward=float(rewards.mean()), reward_std=float(rewards.std(dim=1).mean()),
-                success=float(np.mean([r.episode.won for r in rolls])), frac_reward_zero_std=float((rewards.std(dim=1) == 0).double().mean()),
+                success=float(np.mean([r.episode.won for r in rolls])), frac_reward_zero_std=float((rewards.amax(1) == rewards.amin(1)).double().mean()),
                 frac_outcome_tied=float(np.mean([len({r.episode.won for r in rolls[g * G:(g + 1) * G]}) == 1 for g in range(P)])))
     if replies:
         line |= gate_metrics(cfg, rolls, replies, scores)
     return line | stats | {
-        "entropy": float(torch.cat(scores.entropy).mean()), "sampler_gap": gap, "repetition": repetition(rolls),
+        "entropy": float(torch.cat(scores.entropy).sum()) / max(1, sum(lengths)), "sampler_gap": gap, "repetition": repetition(rolls),
         "invalid_action_rate": counters["invalid actions"] / max(1, sum(len(r.episode.steps) for r in rolls)),
         "completions/mean_length": float(np.mean(lengths)), "episode_tokens": float(np.mean([len(r.ids) for r in rolls])),
         "episode_steps": float(np.mean([len(r.episode.steps) for r in rolls])), "num_tokens": sum(len(r.ids) for r in rolls),
-        "learning_rate": cfg.lr, "counters": dict(counters + more + Counter(pool_counters(pool))),
+        "learning_rate": cfg.lr, "counters": dict(counters + more),
         "step_time": clock.total(), **{f"seconds/{k}": v for k, v in clock.laps.items()}}
 
 
@@ -907,6 +938,8 @@ def warnings_of(cfg: Config, line: dict) -> list[str]:
     if line["repetition"] > 0.6 or line["entropy"] < 0.01:
         out.append(f"the policy is collapsing (repeated commands {line['repetition']:.0%}, entropy {line['entropy']:.3f}). Lower --lr or "
                    "--lambda_opd, or raise --kl_coef, and start again from an earlier checkpoint.")
+    if {DROPPED, SKIPPED} & line["counters"].keys():
+        out.append("an episode or a step had numbers that are not finite and was left out (see counters); a fourth such update in a row stops the run.")
     if line["sampler_gap"] > 0.05:
         out.append(f"sampling and scoring disagree by up to {line['sampler_gap']:.3f} in log-prob; ratios are not 1 at the first step.")
     return out
@@ -938,7 +971,7 @@ def evaluate(policy: Policy, pool: envs.EnvPool, games: list[envs.Game], cfg: Co
         tasks = []
         for first in range(0, len(games), cfg.rollout_batch):
             tasks += [info["task"] for _, info in pool.reset(games[first:first + cfg.rollout_batch])]
-        hints = [skills.workflow(skills.parse_task(task, game.task_type)) for game, task in zip(games, tasks)]
+        hints = [skills.workflow(skills.parse_task(task, game.task_type)) if task else "" for game, task in zip(games, tasks)]  # "": died at reset
     rolls, counters = rollout(policy, pool, games, cfg, rngs, cfg.eval_temperature, hints)
     won = {g.id: r.episode.won for g, r in zip(games, rolls)}
     by_type = {t: [won[g.id] for g in games if g.task_type == t] for t in envs.TASK_TYPES}
@@ -990,7 +1023,9 @@ class Run:
     def create(self) -> None:
         """A fresh folder; an existing run is refused unless --overwrite."""
         if self.dir.exists() and any(self.dir.iterdir()):
-            if not self.cfg.overwrite:
+            if not (self.dir / "config.json").exists():
+                raise ValueError(f"{self.dir} holds files that are no run of seed_mini; choose another --name or --out.")
+            if not (self.cfg.overwrite or self.cfg.resume):
                 raise ValueError(f"{self.dir} already holds a run: continue it with --resume, replace it with --overwrite, or choose another --name.")
             shutil.rmtree(self.dir)
         self.dir.mkdir(parents=True, exist_ok=True)
@@ -1008,11 +1043,12 @@ class Run:
         self.say(progress_line(line))
 
     def write_rollouts(self, rolls: list[Rollout], replies: list[skills.Reply] | None, update: int, stage: str, scores: Scores | None = None) -> None:
-        """Readable episodes to rollouts.jsonl (one of each game) and every skill to skills.jsonl with outcome, status and mean Delta."""
+        """Readable episodes to rollouts.jsonl (one of each game, and all that have no token to train) and every skill to skills.jsonl
+        with outcome, status and mean Delta."""
         seen = set()
         with open(self.dir / "rollouts.jsonl", "a") as f:
             for r in rolls:
-                if r.episode.game_id not in seen:
+                if r.episode.game_id not in seen or not any(r.sampled):  # what was dropped is kept for inspection
                     f.write(json.dumps({"update": update, "stage": stage} | dataclasses.asdict(r.episode)) + "\n")
                 seen.add(r.episode.game_id)
         with open(self.dir / "skills.jsonl", "a") as f:
@@ -1034,7 +1070,7 @@ class Run:
         write_json(temporary / "state.json", dict(format=FORMAT, update=self.update, config=dataclasses.asdict(self.cfg),
                                                   log_bytes={n: (self.dir / n).stat().st_size if (self.dir / n).exists() else 0 for n in LOGS},
                                                   sha256={str(p.relative_to(temporary)): sha256(p) for p in sorted(temporary.rglob("*")) if p.is_file()}))
-        for path in temporary.rglob("*"):
+        for path in [*temporary.rglob("*"), *(self.dir / name for name in LOGS)]:
             if path.is_file():
                 with open(path, "rb") as f:
                     os.fsync(f.fileno())
@@ -1054,7 +1090,7 @@ class Run:
                     raise ValueError(f"{path} was written by a newer seed_mini (format {state['format']}, this one reads {FORMAT}); update seed_mini.")
                 if all(sha256(path / name) == digest for name, digest in state["sha256"].items()):
                     return path, state
-            except (OSError, KeyError, json.JSONDecodeError):
+            except (OSError, KeyError, json.JSONDecodeError, UnicodeDecodeError):
                 pass
             self.say(f"warning: checkpoint {path} is damaged; trying the one before")
         raise ValueError(f"--resume: {self.dir} holds no usable checkpoint. Start it again with --overwrite.")
@@ -1089,11 +1125,6 @@ def git_commit() -> str:
     """The commit of this checkout, for the records; "" outside a checkout."""
     out = subprocess.run(["git", "-C", str(HERE), "rev-parse", "HEAD"], capture_output=True, text=True) if shutil.which("git") else None
     return out.stdout.strip() if out and out.returncode == 0 else ""
-
-
-def pool_counters(pool: envs.EnvPool) -> dict:
-    """What the environments had to be helped with so far in this run."""
-    return {k: v for k, v in pool.counters.items() if v}
 
 
 def save_policy(policy: Policy, path: Path) -> None:
@@ -1227,30 +1258,46 @@ def evaluate_splits(policy: Policy, pool: envs.EnvPool, games: dict, run: Run, k
         run.log(evaluate(policy, pool, games[run.cfg.eval_splits[0]], run.cfg, key, with_rule_skill=True))
 
 
-def start(policy: Policy, pool: envs.EnvPool, games: dict, run: Run) -> Policy:
+def first_weights(cfg: Config) -> str:
+    """Where a fresh run's weights come from: the model, or the Stage-1 result of another run."""
+    source = Path(cfg.sft_from) / "checkpoints" / "update-000000" / "policy"
+    if cfg.sft_from and not source.exists():
+        raise ValueError(f"--sft_from {cfg.sft_from}: no Stage-1 result there (looked for {source}).")
+    return str(source) if cfg.sft_from else cfg.model
+
+
+def start(policy: Policy, pool: envs.EnvPool, games: dict, run: Run) -> None:
     """From the base to the policy Stage 2 starts from: evaluation, Stage 1 (or its reuse, or not), evaluation. Ends with checkpoint 0."""
     cfg = run.cfg
-    evaluate_splits(policy, pool, games, run, "base", teacher=True)
-    if cfg.sft_from:
-        source = Path(cfg.sft_from) / "checkpoints" / "update-000000" / "policy"
-        if not source.exists():
-            raise ValueError(f"--sft_from {cfg.sft_from}: no Stage-1 result there (looked for {source}).")
-        policy = load_policy(cfg, str(source))
-    elif not cfg.no_sft:
+    if not cfg.sft_from:  # an arm that shares its start has the base's numbers in the run it starts from
+        evaluate_splits(policy, pool, games, run, "base", teacher=True)
+    if not (cfg.sft_from or cfg.no_sft):
         stage1(policy, pool, games["train"], cfg, run)
     if cfg.sft_from or not cfg.no_sft:
         evaluate_splits(policy, pool, games, run, "sft", teacher=True)
     run.save(policy, None)
-    return policy
+
+
+def to_resume(run: Run) -> bool:
+    """Whether there is a checkpoint to go on from. A run stopped before its first one (in Stage 1, say) starts again: same options, same run.
+
+    Raises ValueError if there is no such run, or if it was started with other options. (Free are the number of updates and where the folder lies.)
+    """
+    if not run.cfg.resume:
+        return False
+    if not (run.dir / "config.json").exists():
+        raise ValueError(f"--resume: there is no run in {run.dir}.")
+    now, free = dataclasses.asdict(run.cfg), ("resume", "overwrite", "updates", "debug", "out", "name")
+    saved = json.loads((run.dir / "config.json").read_text())
+    changed = [f"{k} was {v!r}, now {now[k]!r}" for k, v in saved.items() if k in now and now[k] != v and k not in free]
+    if changed:
+        raise ValueError(f"--resume needs the options the run was started with: {'; '.join(changed)}.")
+    return any((run.dir / "checkpoints").glob("update-*"))
 
 
 def resume(run: Run) -> tuple[Policy, Path]:
     """The policy of the newest good checkpoint (its reference policy is update-000000); logs are cut back to that moment."""
     path, state = run.newest()
-    now, free = dataclasses.asdict(run.cfg), ("resume", "overwrite", "updates", "debug")
-    changed = [f"{k} was {v!r}, now {now[k]!r}" for k, v in state["config"].items() if k in now and now[k] != v and k not in free]
-    if changed:
-        raise ValueError(f"--resume needs the options the run was started with: {'; '.join(changed)}.")
     run.rewind(state)
     run.say(f"resuming {run.dir} after update {run.update}")
     return load_policy(run.cfg, str(path / "policy")), path
@@ -1266,18 +1313,20 @@ def static_library(policy: Policy, pool: envs.EnvPool, games: list[envs.Game], c
 def train(cfg: Config) -> None:
     """The whole method, from the first evaluation to the report."""
     run = Run(cfg)
+    going_on = to_resume(run)
+    policy = None if going_on else load_policy(cfg, first_weights(cfg))  # first: a wrong model must not leave a run's folder behind
     games, notice = find_games(cfg)
     run.say(notice)
     if not games["train"]:
         raise ValueError("there is no training game (train split empty).")
     envs.check_engine(games)
-    if not cfg.resume:
+    if not going_on:
         run.create()
     with envs.EnvPool(workers=cfg.workers, step_timeout=cfg.step_timeout, max_steps=cfg.max_steps, invalid_penalty=cfg.invalid_penalty) as pool:
-        if cfg.resume:
+        if going_on:
             policy, path = resume(run)
         else:
-            policy = start(load_policy(cfg, cfg.model), pool, games, run)
+            start(policy, pool, games, run)
             path = run.dir / "checkpoints" / "update-000000"
         reference = load_policy(cfg, str(run.dir / "checkpoints" / "update-000000" / "policy"), trainable=False)
         policy.reference = reference.model
@@ -1290,10 +1339,14 @@ def train(cfg: Config) -> None:
             run.log(line)
             for text in warnings_of(cfg, line):
                 run.say(f"warning: {text}")
+            sick = [bool({DROPPED, SKIPPED} & m["counters"].keys()) for m in run.metrics if m["stage"] == "rl"][-4:]
+            if len(sick) == 4 and all(sick):
+                raise RuntimeError("four updates in a row had log-probs or gradients that are not finite, so the run stops; the checkpoint "
+                                   "from before them is kept. Start again from its policy folder (--model) with a lower --lr.")
             run.update = update
             if update == cfg.updates or (cfg.eval_every and update % cfg.eval_every == 0):
                 evaluate_splits(policy, pool, games, run, str(update))
-            if update == cfg.updates or update % cfg.save_every == 0:
+            if update == cfg.updates or (update % cfg.save_every == 0 and not sick[-1]):
                 run.save(policy, optimizer)
     draw_curves(run)
     write_report(run)
@@ -1322,20 +1375,22 @@ def evaluate_only(cfg: Config) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line. 0 = done, 2 = bad input or a run that cannot go on (one sentence), 130 = Ctrl-C (resumable)."""
-    parser = HfArgumentParser(Config, prog="python seed_mini.py", description=__doc__.split("\n")[0],
+    parser = HfArgumentParser(Config, prog="python seed_mini.py", usage="%(prog)s [--option value ...] (--help explains every option)",
+                              description=__doc__.split("\n")[0],
                               epilog="Defaults by profile: " + "; ".join(f"{p}: " + ", ".join(f"{k}={v}" for k, v in d.items()) for p, d in PROFILES.items()))
-    (cfg,) = parser.parse_args_into_dataclasses(args=argv)
+    cfg = Config(**vars(parser.parse_args(argv)))
     transformers.utils.logging.disable_progress_bar()
     try:
         check_config(cfg)
         cfg = resolve(cfg)
+        check_config(cfg)  # again: a given value may contradict a default
         torch.set_num_threads(cfg.threads)
         torch.use_deterministic_algorithms(True, warn_only=True)
         evaluate_only(cfg) if cfg.eval else train(cfg)
     except KeyboardInterrupt:
         print("\nstopped; continue with --resume", file=sys.stderr)
         return 130
-    except (ValueError, RuntimeError, OSError) as error:
+    except (ValueError, RuntimeError, OSError, ImportError) as error:
         if cfg.debug:
             raise
         print(f"seed_mini: {safe(str(error))}", file=sys.stderr)

@@ -37,7 +37,7 @@ import skills
 QUICK = os.environ.get("SEED_MINI_QUICK") == "1"  # a few minutes' rehearsal of everything (what CI runs); the shipped base is the full run
 SEED = 100          # houses of this seed belong to the base alone; runs use other seeds, and no split of theirs shares a held-out pair with it
 GAMES = int(os.environ.get("BG", 120 if QUICK else 4000))
-STEPS = int(os.environ.get("BS", 60 if QUICK else 6000))
+CYCLES = [(60, 3e-3), (20, 2e-3)] if QUICK else [(3600, 3e-3), (3000, 2e-3)]  # (steps, peak learning rate) of each cosine cycle
 BATCH_TOKENS = 4096
 OUT = HERE / ("tiny_base_quick" if QUICK else "tiny_base")
 torch.set_num_threads(int(os.environ.get("BT", 2)))
@@ -298,38 +298,98 @@ def question(episode: envs.Episode, rng) -> tuple[str, str]:
 
 
 # %% [markdown]
-# ## 4. Renaming
+# ## 4. Renamed houses and dreamed houses
 #
 # A model this small would rather remember that soap is found in bathrooms than read what lies in front of it, and then fails where it counts:
-# in houses whose pairs of object and place it has never met. So most episodes are told with the object types (and, less often, the kinds of place)
-# swapped at random throughout. What is left to learn is reading: find the name that the advice names, and copy it.
+# in houses whose pairs of object and place it has never met. What it must learn is to *read*: find the name the advice names, and copy it. So it
+# never sees the same words twice: whenever an episode is used, its object types (and, less often, its kinds of place) are swapped at random, and every second
+# episode is played in a dreamed house, where anything may lie anywhere. A dream needs no engine: it speaks the engine's sentences, no more.
 
 # %%
-def swap_table(index: int) -> dict[str, str]:
-    """A random renaming of types for one episode; tools and lamps keep their names, because the commands depend on them."""
+WORD = re.compile(r"[a-z]+")
+FIXED = {"desklamp", "floorlamp", "fridge", "microwave", "sinkbasin", "bathtubbasin", "sink", "bathtub"}  # the commands depend on these names
+
+
+def kinds_of_things() -> tuple[list[str], list[str]]:
+    """(object types, receptacle types) whose names may be swapped."""
     from alfworld.gen import constants
-    rng = seed_mini.counted_rng(SEED, "rename", index)
-    fixed = {"desklamp", "floorlamp", "fridge", "microwave", "sinkbasin", "bathtubbasin", "sink", "bathtub"}
-    places = sorted({n.lower() for n in constants.RECEPTACLES} - fixed)
-    things = sorted(set(TYPES) - set(places) - fixed)
-    table = {}
-    for group, share in ((things, 0.7), (places, 0.4)):
+    places = sorted({n.lower() for n in constants.RECEPTACLES} - FIXED)
+    return sorted(set(TYPES) - set(places) - FIXED), places
+
+
+THINGS, PLACES = kinds_of_things()
+
+
+def renamed(record: dict, key: int) -> dict:
+    """The record told with other names, throughout."""
+    rng, table = seed_mini.counted_rng(SEED, "rename", key), {}
+    for group, share in ((THINGS, 0.7), (PLACES, 0.5)):
         if rng.random() < share:
             table |= dict(zip(group, (group[i] for i in rng.permutation(len(group)))))
-    return table
-
-
-def renamed(record: dict, index: int) -> dict:
-    """The record told with other names."""
-    table = swap_table(index)
-    if not table:
-        return record
     tell = lambda text: WORD.sub(lambda m: table.get(m[0], m[0]), text)
     return record | dict(task=tell(record["task"]), skill=tell(record["skill"]), final=tell(record["final"]),
                          steps=[(tell(o), tell(c), valid, imitated) for o, c, valid, imitated in record["steps"]])
 
 
-WORD = re.compile(r"[a-z]+")
+def listing(names: list[str]) -> str:
+    """"you see a mug 1, and a pen 1" as the engine says it."""
+    names = [f"a {n}" for n in sorted(names)]
+    return "you see " + ("nothing" if not names else ", ".join(names[:-1]) + f", and {names[-1]}" if len(names) > 1 else names[0]) + "."
+
+
+def dream_house(rng, size: int) -> tuple[skills.TaskInfo, dict, set]:
+    """A task, {place: names in it} in listing order (with whatever the task needs), and the closed places."""
+    task_type = str(rng.choice(envs.TASK_TYPES))
+    verb = task_type.split("_")[1] if "_then_" in task_type else ""
+    thing, target = str(rng.choice(THINGS)), "desklamp" if task_type.startswith("look") else str(rng.choice(PLACES))
+    info = skills.TaskInfo(task_type, thing, target, 1 + ("two" in task_type), verb, skills.TREATMENTS.get(verb, ""))
+    kinds = [str(k) for k in rng.choice([p for p in PLACES if p != target], size=size)] + [target] * (target != "desklamp") + [info.tool] * bool(verb)
+    places = sorted({f"{k} {int(rng.integers(1, 4))}" for k in kinds}, key=lambda p: (p.split()[0], -int(p.split()[1])))
+    inside = {p: [f"{rng.choice(THINGS)} {rng.integers(1, 4)}" for _ in range(rng.integers(0, 4))] for p in places}
+    inside = {p: [n for n in names if not n.startswith(thing + " ")] for p, names in inside.items()}
+    elsewhere = [p for p in places if p.split()[0] not in (target, info.tool)]
+    for n in rng.permutation(3)[:info.count]:
+        inside[str(rng.choice(elsewhere))].append(f"{thing} {n + 1}")
+    if target == "desklamp":
+        inside[str(rng.choice(elsewhere))].append("desklamp 1")
+    return info, inside, {p for p in places if rng.random() < 0.4}
+
+
+def dream(key: int, size: int) -> dict:
+    """A skilled player's advised episode in a dreamed house, as a record like those of `play`."""
+    rng = seed_mini.counted_rng(SEED, "dream", key)
+    info, inside, closed = dream_house(rng, size)
+    words = {"pick_and_place_simple": f"put a {info.object} in {info.target}", "look_at_obj_in_light": f"look at {info.object} under the desklamp",
+             "pick_two_obj_and_place": f"put two {info.object} in {info.target}"}.get(info.task_type, f"put a {'hot' if info.verb == 'heat' else info.verb} {info.object} in {info.target}")
+    skill, hint = advice(info, str(rng.choice(list(inside))).split()[0], rng)
+    room = f"You are in the middle of a room. Looking quickly around you, {listing(['~'])}".replace("a ~", ", ".join(f"a {p}" for p in list(inside)[:-1]) + f", and a {list(inside)[-1]}")
+    mem, steps, text, treated, moved = fresh_memory(room), [], room, False, 0
+    look = lambda p: f"The {p} is closed." if p in closed else f"{'The ' + p + ' is open. In it, ' if p in opened else 'On the ' + p + ', '}{listing(inside[p])}"
+    opened = set()
+    for _ in range(20):
+        command = decide(mem, info, hint)
+        verb, *rest = command.replace("go to", "go_to").split(" ", 1)
+        names = FOUND.findall(command)
+        steps.append((text, command, True, True))
+        if verb == "go_to":
+            text = f"You arrive at {names[0]}. {look(names[0])}"
+        elif verb == "open":
+            closed.discard(names[0]), opened.add(names[0])
+            text = f"You open the {names[0]}. {look(names[0])}"
+        elif verb == "take":
+            inside[names[1]].remove(names[0])
+            text = f"You pick up the {names[0]} from the {names[1]}."
+        elif verb == "move":
+            inside[names[1]].append(names[0])
+            text, moved = f"You move the {names[0]} to the {names[1]}.", moved + 1
+        elif verb == "use":
+            text, moved = f"You turn on the {names[0]}.", 1
+        else:
+            text = f"You {verb} the {names[0]} using the {names[1]}."
+        remember(mem, command, text)
+        if moved == info.count:
+            break
+    return dict(game="", split="base", task=words, task_type=info.task_type, kind="advised", habit="skilled", skill=skill, steps=steps, final=text, won=True)
 
 
 # %% [markdown]
@@ -382,52 +442,63 @@ def build_model(tokenizer):
     return model
 
 
-def batches(sequences, order) -> list[list[int]]:
-    """Cut an order of sequences into batches of about BATCH_TOKENS padded tokens, sorting by length within windows of 2,000."""
-    out = []
-    for first in range(0, len(order), 2000):
-        window = sorted(order[first:first + 2000], key=lambda i: len(sequences[i][0]))
-        batch = []
-        for i in window:
-            if batch and (len(batch) + 1) * len(sequences[i][0]) > BATCH_TOKENS:
-                out.append(batch)
-                batch = []
-            batch.append(i)
-        out.append(batch)
+def batches(sequences) -> list[list[int]]:
+    """Cut sequences, sorted by length, into batches of about BATCH_TOKENS padded tokens."""
+    out = [[]]
+    for i in sorted(range(len(sequences)), key=lambda i: len(sequences[i][0])):
+        if (len(out[-1]) + 1) * len(sequences[i][0]) > BATCH_TOKENS:
+            out.append([])
+        out[-1].append(i)
     return out
 
 
-def train_base(model, sequences, steps: int, lr: float = 3e-3, context_weight: float = 0.05):
-    """Imitation: cross-entropy on the imitated tokens, plus a little on everything else (reading the world teaches copying)."""
+def window(policy, cfg, corpus: list[dict], number: int, dreams_only: bool, size: int = 2000) -> list[tuple[list[int], list[bool]]]:
+    """The next `size` sequences of the endless corpus: dreams, and engine episodes under new names."""
+    rng, out = seed_mini.counted_rng(SEED, "window", number), []
+    for k in range(size):
+        key = number * size + k
+        if dreams_only or rng.random() < 0.4:
+            record = dream(key, int(rng.integers(2, 5 if dreams_only else 9)))
+        else:
+            record = renamed(corpus[int(rng.integers(len(corpus)))], key)
+        out.append(tokens(policy, cfg, record, key))
+    return out
+
+
+def train_base(model, policy, cfg, corpus, steps: int, lr: float, cycle: int, context_weight: float = 0.05):
+    """One cosine cycle of imitation: cross-entropy on the imitated tokens, plus a little on everything else (reading the world teaches copying).
+
+    The first fifth of the first cycle sees small dreamed houses only: short sequences in which the wanted name must be found and copied.
+    """
     decay = [p for p in model.parameters() if p.ndim > 1]
     optimizer = torch.optim.AdamW([dict(params=decay, weight_decay=0.05), dict(params=[p for p in model.parameters() if p.ndim == 1], weight_decay=0.0)],
                                   lr=lr, betas=(0.9, 0.98))
     model.train()
-    step, epoch, started, running = 0, 0, time.time(), []
+    step, number, started, running = 0, 10_000 * cycle, time.time(), []
     while step < steps:
-        rng = seed_mini.counted_rng(SEED, "batches", epoch)
-        plan = batches(sequences, rng.permutation(len(sequences)))
-        for b in rng.permutation(len(plan)):
+        sequences = window(policy, cfg, corpus, number, dreams_only=cycle == 0 and step < steps // 5)
+        plan = batches(sequences)
+        for b in seed_mini.counted_rng(SEED, "batches", number).permutation(len(plan)):
             rows = [sequences[i] for i in plan[b]]
             width = max(len(ids) for ids, _ in rows)
             ids = torch.tensor([s + [0] * (width - len(s)) for s, _ in rows])               # [B, T]
             weight = torch.tensor([[1.0 if on else context_weight for on in m] + [0.0] * (width - len(m)) for _, m in rows])[:, 1:]
             logits = model(input_ids=ids, use_cache=False).logits[:, :-1]                     # [B, T-1, V]
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view_as(weight)
-            acting = (loss * (weight == 1)).sum() / (weight == 1).sum().clamp(min=1)
+            imitated = (weight == 1).sum().clamp(min=1)
             optimizer.zero_grad(set_to_none=True)
-            ((loss * weight).sum() / (weight == 1).sum().clamp(min=1)).backward()
+            ((loss * weight).sum() / imitated).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             for group in optimizer.param_groups:
                 group["lr"] = lr * min(1.0, (step + 1) / 100) * (0.02 + 0.98 * 0.5 * (1 + np.cos(np.pi * step / steps)))
             optimizer.step()
-            running.append(acting.item())
+            running.append(((loss * (weight == 1)).sum() / imitated).item())
             step += 1
             if step % 100 == 0 or step == steps:
-                print(f"step {step:5d}/{steps}  loss on imitated tokens {np.mean(running[-100:]):.4f}  {time.time() - started:.0f}s", flush=True)
+                print(f"cycle {cycle} step {step:5d}/{steps}  loss on imitated tokens {np.mean(running[-100:]):.4f}  {time.time() - started:.0f}s", flush=True)
             if step == steps:
                 break
-        epoch += 1
+        number += 1
     return model.eval()
 
 
@@ -448,14 +519,14 @@ if __name__ == "__main__":
     cfg = seed_mini.resolve(seed_mini.Config(max_context=10_000))
     end_id, first, later = seed_mini.chat_pieces(tokenizer)
     encode_only = seed_mini.Policy(None, tokenizer, torch.device("cpu"), end_id, first, later)
-    sequences = [tokens(encode_only, cfg, renamed(record, i), i) for i, record in enumerate(corpus)]
-    print(f"{len(tokenizer)} tokens in the vocabulary; {np.mean([len(s[0]) for s in sequences]):.0f} tokens per sequence, "
-          f"longest {max(len(s[0]) for s in sequences)}, {sum(len(s[0]) for s in sequences) / 1e6:.1f}M in all")
+    sample = [tokens(encode_only, cfg, record, i)[0] for i, record in enumerate(corpus[:400])]
+    print(f"{len(tokenizer)} tokens in the vocabulary; {np.mean([len(s) for s in sample]):.0f} tokens per sequence, longest {max(len(s) for s in sample)}")
 
 # %%
 if __name__ == "__main__":
     model = build_model(tokenizer)
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters")
-    train_base(model, sequences, STEPS)
+    for cycle, (steps, lr) in enumerate(CYCLES):
+        train_base(model, encode_only, cfg, corpus, steps, lr, cycle)
     model.save_pretrained(OUT)
     tokenizer.save_pretrained(OUT)
