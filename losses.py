@@ -12,14 +12,13 @@ logits, R = log sum_{j != y} exp z_j everything else, and r = softmax of z over 
 The second line can be formed in forward, before there is a loss. It is attention with W as keys and as values, so one sweep with a running
 maximum (as in FlashAttention) yields R and sum r_j W_j together, a tile of the vocabulary at a time. Backward is one multiply.
 
-    | sweeps (one = 2 N H V FLOP)         | no gradient | frozen head | trainable head | kept for backward, bytes             |
-    |-------------------------------------|-------------|-------------|----------------|--------------------------------------|
-    | naive log_softmax                   | 1           | 2           | 3              | 4 to 10 N V                          |
-    | recompute (TRL, Liger, torch, verl) | 1           | 3           | 4              | 2 N H                                |
-    | this file, bfloat16                 | 1           | **2**       | 4              | 2 N H                                |
-    | this file, fp32                     | 1           | **2**       | **3** or 4     | 4 N H (+ 4 N V where 3: small V only)|
+    | sweeps (one = 2 N H V FLOP)         | no gradient | frozen head | trainable head | kept for backward, in numbers           |
+    |-------------------------------------|-------------|-------------|----------------|-----------------------------------------|
+    | naive log_softmax                   | 1           | 2           | 3              | one to several N V                      |
+    | recompute (TRL, Liger, torch, verl) | 1           | 3           | 4              | N H                                     |
+    | this file                           | 1           | **2**       | **3** or 4     | N H; with the 3 also N V: small V only  |
 
-    Scratch while it runs: rows x (6 tile + 12 H) bytes in bfloat16, rows x (4 tile + 12 H) in fp32, which grows with neither N nor V.
+    Scratch while it runs: rows x (6 tile + 12 H) bytes in bfloat16, rows x (4 tile + 12 H) in fp32 (entropy: 4 tile more), at any N and V.
     tile is the width of a vocabulary tile; rows, the number of tokens that share a sweep, is the one dial (`rows_per_chunk`).
 
 When the trick does not help: a *trainable* head. d L / d W adds up rows weighted by d L / d log p, which only the finished loss knows. So

@@ -119,7 +119,7 @@ class Config:
     lambda_opd: float | None = option(None, "Weight of the distillation term (paper: 0.01, with lr 1e-6 on billions of parameters).")
     beta_opd: float = option(5.0, "Sharpness of the confidence gate sigmoid(beta * Delta) (paper: 5).")
     max_grad_norm: float = option(1.0, "Gradient norm above which gradients are scaled down (paper: 1.0).")
-    invalid_penalty: float = option(0.1, "Reward lost by each invalid action (paper: 0.1; a win gives 10).")
+    invalid_penalty: float | None = option(None, "Reward lost by each invalid action (paper: 0.1; a win gives 10).")
     temperature: float = option(1.0, "Sampling temperature of training rollouts; scoring uses the same (paper: 1.0).")
     # -- evaluation and bookkeeping
     eval_temperature: float = option(0.4, "Sampling temperature of evaluation (paper: 0.4).")
@@ -143,11 +143,11 @@ PROFILES = {
     "tiny": dict(max_steps=20, think=False, show_admissible=False, max_response=12, max_context=800, max_analysis=96,
                  sft_tasks=90, sft_rollouts=8, sft_epochs=3, sft_lr=8e-4, sft_batch=16, sft_anchor=2.0,
                  updates=50, tasks_per_update=8, group_size=6, minibatches=2, lr=4e-4, kl_coef=0.02, lambda_opd=0.3,
-                 eval_every=10, save_every=5, tune="full", rollout_batch=64, micro_tokens=8192),
+                 invalid_penalty=0.0, eval_every=10, save_every=5, tune="full", rollout_batch=64, micro_tokens=8192),
     "paper": dict(max_steps=30, think=True, show_admissible=True, max_response=512, max_context=8192, max_analysis=512,
                   sft_tasks=180, sft_rollouts=8, sft_epochs=3, sft_lr=1e-4, sft_batch=8, sft_anchor=0.0,
                   updates=150, tasks_per_update=16, group_size=8, minibatches=1, lr=1e-5, kl_coef=0.01, lambda_opd=0.01,
-                  eval_every=10, save_every=5, tune="lora", rollout_batch=32, micro_tokens=8192),
+                  invalid_penalty=0.1, eval_every=10, save_every=5, tune="lora", rollout_batch=32, micro_tokens=8192),
 }
 
 

@@ -87,7 +87,7 @@ def check_kernel_gradcheck(L):
 def check_kernel_extremes(L):
     # Labels nearly certain and nearly impossible, logits in the hundreds: exact to the last digits where 1 - p, or exp, has none left
     # (log_softmax in float64 gives 0 in rows 0 and 2). Logits [x, 0, -x], by hand:
-    hidden, weight = torch.tensor([[40.0], [800.0], [700.0]], dtype=torch.float64), torch.tensor([[1.0], [0.0], [-1.0]], dtype=torch.float64)
+    hidden, weight = (torch.tensor(x, dtype=torch.float64)[:, None] for x in ([40.0, 800.0, 700.0], [1.0, 0.0, -1.0]))
     logp, entropy, d_hidden, _ = ours(L, hidden, weight, torch.tensor([0, 2, 0]), torch.ones(3), True)
     for got, want in ((logp, [-math.exp(-40), -1600, -math.exp(-700)]), (d_hidden[:, 0], [math.exp(-40), -2, math.exp(-700)]),
                       (entropy[[0, 2]], [41 * math.exp(-40), 701 * math.exp(-700)])):
@@ -111,11 +111,11 @@ def check_kernel_non_finite_row(L):
 
 def check_kernel_bfloat16(L):
     # Logits up to about 30, where a bfloat16 logit is off by up to 0.06. Labels as a policy samples them.
-    hidden, weight, _, grad = problem(64, 64, 9000, torch.bfloat16, scale=0.8)
-    probs = torch.softmax(hidden.double() @ weight.double().T, -1)
+    hidden, weight, _, grad = problem(64, 64, 9000, torch.bfloat16, scale=0.64)
+    probs = torch.softmax(hidden.double() @ weight.double().T / 0.8, -1)
     labels = torch.multinomial(probs, 1, generator=torch.Generator().manual_seed(1))[:, 0]
-    want = naive(hidden, weight, labels, grad)
-    logp, entropy, d_hidden, d_weight = ours(L, hidden, weight, labels, grad, True)
+    want = naive(hidden, weight, labels, grad, 0.8)
+    logp, entropy, d_hidden, d_weight = ours(L, hidden, weight, labels, grad, True, temperature=0.8)
     assert logp.dtype == torch.float32 and d_hidden.dtype == d_weight.dtype == torch.bfloat16
     assert (logp - want[0]).abs().max() < 0.008 and (entropy - want[1]).abs().max() < 0.02
     for got, exact in ((d_hidden, want[2]), (d_weight, want[3])):

@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import resource
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -134,12 +135,20 @@ def main() -> None:
     requests, replies = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    for what, most in ((resource.RLIMIT_FSIZE, 1 << 28), (resource.RLIMIT_DATA, 8 << 30), (resource.RLIMIT_CORE, 0)):
+    for what, most in ((resource.RLIMIT_FSIZE, 1 << 25), (resource.RLIMIT_DATA, 8 << 30), (resource.RLIMIT_CORE, 0)):
         with contextlib.suppress(ValueError, OSError):  # a system that cannot limit this
             resource.setrlimit(what, (most, resource.getrlimit(what)[1]))
     print("ready", file=replies, flush=True)
     for line in requests:
-        print(json.dumps(answer(json.loads(line))), file=replies, flush=True)
+        request = json.loads(line)
+        os.lseek(2, 0, os.SEEK_SET)
+        os.ftruncate(2, 0)  # the log holds what this call prints
+        signal.setitimer(signal.ITIMER_PROF, request["seconds"])  # CPU seconds; then SIGPROF ends this process
+        reply = json.dumps(answer(request))
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+        print(reply, file=replies, flush=True)
 
 
 if __name__ == "__main__":
