@@ -34,13 +34,11 @@ import envs
 import seed_mini
 import skills
 
+torch.set_num_threads(2)  # part of the recipe: sums of floats depend on how they are split
 QUICK = os.environ.get("SEED_MINI_QUICK") == "1"  # a few minutes' rehearsal of everything (what CI runs); the shipped base is the full run
 SEED = 100          # houses of this seed belong to the base alone; runs use other seeds, and no split of theirs shares a held-out pair with it
 GAMES = 120 if QUICK else 4000
-# Cosine cycles of training: (steps, peak learning rate, weight of a command's first token, threads). After two cycles the model copies names without
-# a fault but misses half of the objects it should take: everything hangs on one token, "take" or "go to". The third cycle weighs that token more.
-# Threads are part of the recipe, because sums of floats depend on how they are split.
-CYCLES = [(60, 3e-3, 1, 1), (20, 2e-3, 5, 1)] if QUICK else [(3600, 3e-3, 1, 2), (3000, 2e-3, 1, 1), (1600, 2e-3, 6, 2)]
+STEPS = 80 if QUICK else 3600
 BATCH_TOKENS = 4096
 OUT = HERE / ("tiny_base_quick" if QUICK else "tiny_base")
 
@@ -467,40 +465,37 @@ def window(policy, cfg, corpus: list[dict], number: int, dreams_only: bool, size
     return out
 
 
-def train_base(model, policy, cfg, corpus, steps: int, lr: float, verb_weight: float, cycle: int, context_weight: float = 0.05):
-    """One cosine cycle of imitation: cross-entropy on the imitated tokens, plus a little on everything else (reading the world teaches copying).
+def train_base(model, policy, cfg, corpus, steps: int, lr: float = 3e-3, context_weight: float = 0.05):
+    """Imitation: cross-entropy on the imitated tokens, plus a little on everything else (reading the world teaches copying).
 
-    The first fifth of the first cycle sees small dreamed houses only: short sequences in which the wanted name must be found and copied.
+    The first fifth of the steps sees small dreamed houses only: short sequences in which the wanted name must be found and copied.
     """
     decay = [p for p in model.parameters() if p.ndim > 1]
     optimizer = torch.optim.AdamW([dict(params=decay, weight_decay=0.05), dict(params=[p for p in model.parameters() if p.ndim == 1], weight_decay=0.0)],
                                   lr=lr, betas=(0.9, 0.98))
     model.train()
-    step, number, started, running = 0, 10_000 * cycle, time.time(), []
+    step, number, started, running = 0, 0, time.time(), []
     while step < steps:
-        sequences = window(policy, cfg, corpus, number, dreams_only=cycle == 0 and step < steps // 5)
+        sequences = window(policy, cfg, corpus, number, dreams_only=step < steps // 5)
         plan = batches(sequences)
         for b in seed_mini.counted_rng(SEED, "batches", number).permutation(len(plan)):
             rows = [sequences[i] for i in plan[b]]
             width = max(len(ids) for ids, _ in rows)
             ids = torch.tensor([s + [0] * (width - len(s)) for s, _ in rows])               # [B, T]
-            imitate = torch.tensor([m + [False] * (width - len(m)) for _, m in rows])         # [B, T]
-            real = torch.tensor([[True] * len(m) + [False] * (width - len(m)) for _, m in rows])
-            verb = imitate & ~torch.nn.functional.pad(imitate, (1, 0))[:, :-1]                 # the first token of each command
-            weight = (context_weight * real + (1 - context_weight) * imitate + (verb_weight - 1) * verb)[:, 1:]
-            imitate = imitate[:, 1:]
+            weight = torch.tensor([[1.0 if on else context_weight for on in m] + [0.0] * (width - len(m)) for _, m in rows])[:, 1:]
             logits = model(input_ids=ids, use_cache=False).logits[:, :-1]                     # [B, T-1, V]
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view_as(weight)
+            imitated = (weight == 1).sum().clamp(min=1)
             optimizer.zero_grad(set_to_none=True)
-            ((loss * weight).sum() / (weight * imitate).sum().clamp(min=1)).backward()
+            ((loss * weight).sum() / imitated).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             for group in optimizer.param_groups:
                 group["lr"] = lr * min(1.0, (step + 1) / 100) * (0.02 + 0.98 * 0.5 * (1 + np.cos(np.pi * step / steps)))
             optimizer.step()
-            running.append(((loss * imitate).sum() / imitate.sum().clamp(min=1)).item())
+            running.append(((loss * (weight == 1)).sum() / imitated).item())
             step += 1
             if step % 100 == 0 or step == steps:
-                print(f"cycle {cycle} step {step:5d}/{steps}  loss on imitated tokens {np.mean(running[-100:]):.4f}  {time.time() - started:.0f}s", flush=True)
+                print(f"step {step:5d}/{steps}  loss on imitated tokens {np.mean(running[-100:]):.4f}  {time.time() - started:.0f}s", flush=True)
             if step == steps:
                 break
         number += 1
@@ -531,9 +526,7 @@ if __name__ == "__main__":
 if __name__ == "__main__":
     model = build_model(tokenizer)
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters")
-    for cycle, (steps, lr, verb_weight, threads) in enumerate(CYCLES):
-        torch.set_num_threads(threads)
-        train_base(model, encode_only, cfg, corpus, steps, lr, verb_weight, cycle)
+    train_base(model, encode_only, cfg, corpus, STEPS)
     model.save_pretrained(OUT)
     tokenizer.save_pretrained(OUT)
 

@@ -2,41 +2,30 @@
 # and reaches neither the notebook nor the students' file: the solution, which is this project's own code, and model answers.
 SOLUTION = {
     "group_advantages": """
-import losses
-return losses.group_advantages(rewards, divide_by_std=divide_by_std, eps=eps)""",
+return project("losses").group_advantages(rewards, divide_by_std=divide_by_std, eps=eps)""",
     "masked_mean": """
-import losses
-return losses.masked_mean(x, mask)""",
+return project("losses").masked_mean(x, mask)""",
     "policy_loss": """
-import losses
-return losses.policy_loss(logp, old_logp, advantages, mask, clip_range=clip_range)[0]""",
+return project("losses").policy_loss(logp, old_logp, advantages, mask, clip_range=clip_range)[0]""",
     "kl_k3": """
-import losses
-return losses.kl_k3(logp, ref_logp)""",
+return project("losses").kl_k3(logp, ref_logp)""",
     "logprob_forward": """
-import losses
 with torch.no_grad():
-    return losses.chunked_logprob(hidden, weight, labels, temperature=temperature, rows_per_chunk=rows_per_chunk)""",
+    return project("losses").chunked_logprob(hidden, weight, labels, temperature=temperature, rows_per_chunk=rows_per_chunk)""",
     "chunked_logprob": """
-import losses
-return losses.chunked_logprob(hidden, weight, labels, temperature=temperature, rows_per_chunk=rows_per_chunk)""",
+return project("losses").chunked_logprob(hidden, weight, labels, temperature=temperature, rows_per_chunk=rows_per_chunk)""",
     "confidence_gate": """
-import losses
-return losses.confidence_gate(teacher_logp, student_logp, beta)""",
+return project("losses").confidence_gate(teacher_logp, student_logp, beta)""",
     "opd_loss": """
-import losses
-return losses.opd_loss(logp, teacher_logp, mask, beta)""",
+return project("losses").opd_loss(logp, teacher_logp, mask, beta)""",
     "parse_skill": """
-import skills
-return skills.parse_reply(text).skill""",
+return project("skills").parse_reply(text).skill""",
     "teacher_view": """
-import seed_mini
 from types import SimpleNamespace
 roll = SimpleNamespace(ids=ids, sampled=sampled, cut=cut)
-return seed_mini.with_skill(SimpleNamespace(encode=lambda text: block), roll, "any skill")""",
+return project("seed_mini").with_skill(SimpleNamespace(encode=lambda text: block), roll, "any skill")""",
     "seed_loss": """
-import losses
-rl, opd, _ = losses.seed_loss(logp, old_logp, ref_logp, teacher_logp, advantages, mask, has_skill, clip_range=clip_range, kl_coef=kl_coef,
+rl, opd, _ = project("losses").seed_loss(logp, old_logp, ref_logp, teacher_logp, advantages, mask, has_skill, clip_range=clip_range, kl_coef=kl_coef,
                               lambda_opd=lambda_opd, beta_opd=beta_opd)
 return rl + opd""",
 }

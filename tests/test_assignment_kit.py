@@ -126,10 +126,12 @@ def answers():
 
 @pytest.fixture(scope="module")
 def shared():
-    """One process for all well-behaved solutions: a file is loaded anew for each call, so only the path has to change."""
-    worker = kit.Worker(PLAIN, seconds=600)
-    yield worker
-    worker.close()
+    """One process for all solutions: a file is loaded anew for each call, so only the path has to change. Patient, as CI machines are busy."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kit, "CALL_SECONDS", 60)
+        worker = kit.Worker(PLAIN, seconds=3600)
+        yield worker
+        worker.close()
 
 
 def failures(worker, answers, exercise: int | None = None) -> dict[str, str]:
@@ -264,7 +266,7 @@ def test_the_time_of_a_submission_is_bounded(tmp_path):
 
 # -- hand-out and grading ---------------------------------------------------------------------------------------------------------
 def run(*command, cwd, **env):
-    env = {k: v for k, v in os.environ.items() if not k.startswith("SEED_MINI_COURSE")} | {"PYTHONPATH": ""} | env
+    env = {k: v for k, v in os.environ.items() if not k.startswith("SEED_MINI_COURSE")} | {"PYTHONPATH": "", "SEED_MINI_COURSE_PATIENCE": "5"} | env
     return subprocess.run([sys.executable, *map(str, command)], cwd=cwd, env=env, capture_output=True, text=True, timeout=600)
 
 
@@ -289,7 +291,7 @@ def test_a_handout_holds_no_solution(handout):
         gone = {node.name for node in ast.parse(original).body if isinstance(node, (ast.FunctionDef, ast.ClassDef))} - left.keys()
         assert all(name.startswith("_") for name in gone)
     text = "".join((handout / f).read_text() for f in files if f.endswith((".py", ".ipynb")))
-    for solution in ("_ChunkedLogProb", "expm1(d)", "torch.sigmoid(beta", "roll.ids[:roll.cut] + block", "raw_decode(", "centred"):
+    for solution in ("_ChunkedLogProb", "expm1(d)", "torch.sigmoid(beta", "roll.ids[:roll.cut] + block", "raw_decode(", "/ (std + eps) if"):
         assert solution in "".join((ROOT / m).read_text() for m in kit.GRADED) and solution not in text, solution
     assert kit.tables()["ANSWERS"][1][:40] not in text
 

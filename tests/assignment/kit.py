@@ -79,11 +79,32 @@ def stub_file() -> str:
     return STUB_HEAD + "\n\n\n".join(exercise_cells()) + "\n"
 
 
+# Copies under other names: exercise 6 puts a solution's functions into losses and seed_mini, and this solution must not find itself there.
+SOLUTION_HEAD = '''"""The instructor's solution, made by kit.py. Model answers to the questions:
+
+{answers}"""
+import importlib.util
+import sys
+
+sys.path.append({root!r})
+
+
+def project(name):
+    """A module of seed_mini, loaded once."""
+    if "project_" + name not in sys.modules:
+        spec = importlib.util.spec_from_file_location("project_" + name, f"{root}/{{name}}.py")
+        sys.modules["project_" + name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules["project_" + name])
+    return sys.modules["project_" + name]
+
+
+'''
+
+
 def solution_file() -> str:
     """The instructor's file: each stub's raise is replaced by the body that SOLUTION has for it."""
     bodies, answers = tables()["SOLUTION"], tables()["ANSWERS"]
-    head = ['"""The instructor\'s solution, made by kit.py. Model answers to the questions:', ""]
-    head += [f"{n}. {answer}\n" for n, answer in answers.items()] + ['"""', "import sys", "", f"sys.path.insert(0, {str(ROOT)!r})", ""]
+    head = SOLUTION_HEAD.format(answers="\n".join(f"{n}. {answer}\n" for n, answer in answers.items()), root=str(ROOT))
     text = "\n\n\n".join(exercise_cells())
     for name, body in bodies.items():
         pattern = rf"(^def {name}\((?:.*\n)*?)    raise NotImplementedError\n"
@@ -93,7 +114,7 @@ def solution_file() -> str:
             raise RuntimeError(f"{SOURCE.name}: SOLUTION has a body for {name}, but no exercise cell has a stub of that name.")
     if "raise NotImplementedError\n" in text:
         raise RuntimeError(f"{SOURCE.name}: an exercise has no body in SOLUTION.")
-    return "\n".join(head) + "\n" + text
+    return head + text
 
 
 def without(source: str, graded: tuple[str, ...]) -> str:
@@ -125,7 +146,7 @@ def without(source: str, graded: tuple[str, ...]) -> str:
             while lines[first - 2].startswith("#") and not lines[first - 2].startswith("# ---"):
                 first -= 1
             lines[first - 1:node.end_lineno] = []
-    return "\n".join(lines)
+    return re.sub(r"\n{4,}", "\n\n\n", "\n".join(lines))
 
 
 def write_modules(folder: Path) -> None:

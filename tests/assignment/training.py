@@ -6,6 +6,7 @@ analyzer (skills.rule_analyzer) and not from the policy itself, because teaching
 from collections import defaultdict
 
 import torch
+import transformers
 
 import envs
 import losses
@@ -39,6 +40,7 @@ def train(mine, model: str = "tiny", say=None, **changes) -> list[dict]:
     model: folder of the base. say: called with one line per update. changes: other values for Config's options than SETTINGS.
     """
     inject(mine)
+    transformers.utils.logging.disable_progress_bar()
     cfg = seed_mini.resolve(seed_mini.Config(**SETTINGS | changes))
     torch.set_num_threads(cfg.threads)
     found = envs.find_games("generated", seed=7, counts={"train": 24})[0]["train"]
