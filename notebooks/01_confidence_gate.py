@@ -54,9 +54,9 @@ BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#999999"  # told apart by the colour
 cfg = seed_mini.resolve(seed_mini.Config())
 policy = seed_mini.load_policy(cfg, "tiny", trainable=False)
 games = envs.find_games("generated", seed=7, counts={"train": 12})[0]["train"]
-rolls, need = [], (2, 1) if QUICK else (8, 3)  # at least so many rounds and so many wins
+rolls, need = [], (2, 1) if QUICK else (8, 3)  # at least so many rounds, and so many wins
 with envs.EnvPool(workers=1, max_steps=cfg.max_steps, invalid_penalty=cfg.invalid_penalty) as pool:
-    for k in range(24):
+    for k in range(30):
         rngs = [seed_mini.counted_rng(1, "notebook 01", k, i) for i in range(len(games))]
         rolls += seed_mini.rollout(policy, pool, games, cfg, rngs, cfg.temperature)[0]
         if k + 1 >= need[0] and sum(r.episode.won for r in rolls) >= need[1]:
@@ -111,8 +111,8 @@ delta = [t - s for t, s in zip(teacher, student)]
 gate = [losses.confidence_gate(t, s, cfg.beta_opd) for t, s in zip(teacher, student)]
 
 block = len(policy.encode(skills.skill_block(replies[W].skill)))
-for (ids, on), (ids_s, on_s), r in zip(plain[W:W + 1], advised[W:W + 1], rolls[W:W + 1]):
-    assert ids_s[:r.cut] + ids_s[r.cut + block:] == ids and sum(on) == sum(on_s), "nothing but the block differs"
+(ids, on), (ids_s, on_s), cut = plain[W], advised[W], rolls[W].cut
+assert ids_s[:cut] + ids_s[cut + block:] == ids and sum(on) == sum(on_s), "nothing but the block differs"
 gap = max((torch.tensor([lp for lp, on in zip(r.logp, r.sampled) if on]) - s).abs().max().item() for r, s in zip(rolls, student))
 print(f"the skill block is {block} tokens; sampler and scorer differ by at most {gap:.1e} nats")
 assert gap < 1e-2, "the tokens must be scored at the temperature they were sampled at"
@@ -128,21 +128,29 @@ assert (every > 0.9).any() and (every < 0.1).any()
 
 
 # %%
+def positions(roll: seed_mini.Rollout) -> list[tuple[int, int]]:
+    """(position in the sequence, step) of every sampled token; a gap between sampled tokens is the game's turn."""
+    on = [t for t, sampled in enumerate(roll.sampled) if sampled]
+    return list(zip(on, np.cumsum([0] + [b != a + 1 for a, b in zip(on, on[1:])]).tolist()))
+
+
+def word(token: int) -> str:
+    """A token as we print it."""
+    return "end" if token == policy.end_id else policy.decode([token]).strip()
+
+
 def draw(index: int, delta: torch.Tensor, skill: str, title: str) -> None:
     """The sampled tokens of episode `index` as boxes: fill = gate (light 0, dark 1), number = Delta in nats."""
     roll, shades = rolls[index], plt.get_cmap("Blues")
     g = losses.confidence_gate(delta, torch.zeros_like(delta), cfg.beta_opd)
     steps = roll.episode.steps
     fig, ax = plt.subplots(figsize=(10, 0.42 * len(steps) + 1.3))
-    on = [t for t, s in enumerate(roll.sampled) if s]
-    turns = np.cumsum([0] + [t != on[k] + 1 for k, t in enumerate(on[1:])])  # a gap between sampled tokens: the next turn
-    x = 0.0
-    for k, t in enumerate(on):
-        row = turns[k]
-        if k == 0 or turns[k - 1] != row:
-            x, seen = 0.0, steps[row].observation.replace("\n", " ")
+    x, last = 0.0, -1
+    for k, (t, row) in enumerate(positions(roll)):
+        if row != last:
+            x, last, seen = 0.0, row, steps[row].observation.replace("\n", " ")
             ax.text(-0.15, -row, seen if len(seen) < 58 else seen[:27] + " ... " + seen[-27:], ha="right", va="center", color="#555555", fontsize=7)
-        text = "end" if roll.ids[t] == policy.end_id else policy.decode([roll.ids[t]]).strip()
+        text = word(roll.ids[t])
         width = 0.28 + 0.105 * max(len(text), 4)
         ax.add_patch(plt.Rectangle((x, -row - 0.44), width, 0.88, facecolor=shades(float(g[k])), edgecolor="black", lw=0.6))
         ink = "white" if g[k] > 0.55 else "black"
@@ -174,8 +182,7 @@ fig, ax = plt.subplots(figsize=(10, 2.8))
 x = np.arange(len(student[W]))
 ax.bar(x - 0.2, student[W], 0.4, color="white", edgecolor=BLUE, hatch="////", label="student: history only")
 ax.bar(x + 0.2, teacher[W], 0.4, color=ORANGE, edgecolor=ORANGE, label="teacher: with the skill")
-on = [t for t, s in enumerate(rolls[W].sampled) if s]
-ax.set_xticks(x, ["end" if rolls[W].ids[t] == policy.end_id else policy.decode([rolls[W].ids[t]]).strip() for t in on], rotation=90, fontsize=7)
+ax.set_xticks(x, [word(rolls[W].ids[t]) for t, _ in positions(rolls[W])], rotation=90, fontsize=7)
 ax.set(ylabel="log-prob of the sampled\ntoken (nats)", xlim=(-0.7, len(x) - 0.3))
 ax.legend(loc="lower right", fontsize=8)
 plt.show()
@@ -362,8 +369,9 @@ draw(W, wrong - student[W], replies[stranger].skill, f"Won: {rolls[W].episode.ta
 
 # %% [markdown]
 # And all episodes, each with the skill of an episode of another game (that is what `--shuffle_skills` does in a run, the control the paper does
-# not have: is it *this* skill that helps, or any extra text?). We look at two sets of tokens: all of them, and the *deciding commands*, those that
-# name the task's object or use a lamp: take, heat, cool, clean, move, use.
+# not have: is it *this* skill that helps, or any extra text?). We look at two sets of tokens: all of them, and the *deciding choices*: in commands that
+# name the task's object or use a lamp (take, heat, cool, clean, move, use), the tokens that were a choice, that is, where the student was not
+# sure already ($p < 0.95$).
 
 # %%
 n = len(rolls)
@@ -371,39 +379,38 @@ giver = [next((i + k) % n for k in range(1, n) if rolls[(i + k) % n].episode.gam
 shuffled = seed_mini.score(policy, [seed_mini.with_skill(policy, r, replies[giver[i]].skill) for i, r in enumerate(rolls)], cfg)[0]
 
 
-def deciding(roll: seed_mini.Rollout) -> torch.Tensor:
-    """[n] bool over the sampled tokens: those of commands that name the task's object or use a lamp, and that were possible."""
-    wanted = skills.parse_task(roll.episode.task).object
-    on = [t for t, s in enumerate(roll.sampled) if s]
-    turns = np.cumsum([0] + [t != on[k] + 1 for k, t in enumerate(on[1:])])
-    good = [s.valid and (f" {wanted} " in f"{s.action} " or s.action.startswith("use ")) for s in roll.episode.steps]
-    return torch.tensor([good[k] for k in turns])
+def deciding(i: int) -> torch.Tensor:
+    """[n] bool over the sampled tokens of episode i: the choices in possible commands that name the task's object or use a lamp."""
+    wanted = skills.parse_task(rolls[i].episode.task).object
+    command = [s.valid and (f" {wanted} " in f"{s.action} " or s.action.startswith("use ")) for s in rolls[i].episode.steps]
+    return torch.tensor([command[k] for _, k in positions(rolls[i])]) & (student[i].exp() < 0.95)
 
 
-assert all(len(deciding(r)) == len(s) for r, s in zip(rolls, student))
-results = {}
+SETS = {"all tokens": lambda i: torch.ones_like(student[i], dtype=torch.bool), "deciding choices": deciding}
+results = {}  # (outcome, set, skill) -> Delta of its tokens, one tensor per episode that has any
 print(f"{'':34s}{'tokens':>7s}{'mean Delta':>12s}{'mean gate':>11s}{'gate > 0.5':>12s}")
-for outcome, members in (("won", np.flatnonzero(won)), ("lost", np.flatnonzero(~won))):
-    for tokens in ("all tokens", "deciding commands"):
+for outcome, members in (("won", np.flatnonzero(won)), ("lost", np.flatnonzero(~won)), ("both", range(n))):
+    for tokens, choose in SETS.items():
         for name, scored in (("own skill", teacher), ("shuffled", shuffled)):
-            pick = {i: deciding(rolls[i]) if tokens != "all tokens" else torch.ones_like(student[i], dtype=torch.bool) for i in members}
-            values = [(scored[i] - student[i])[pick[i]] for i in members if pick[i].any()]  # by episode
-            x = torch.cat(values) if values else torch.zeros(0)
-            g = torch.sigmoid(cfg.beta_opd * x)
-            results[outcome, tokens, name] = x, g, torch.tensor([float(torch.sigmoid(cfg.beta_opd * v).mean()) for v in values])
+            results[outcome, tokens, name] = [(scored[i] - student[i])[choose(i)] for i in members if choose(i).any()]
+            x = torch.cat(results[outcome, tokens, name])
+            g = losses.confidence_gate(x, torch.zeros_like(x), cfg.beta_opd)
             print(f"{outcome + ', ' + tokens + ', ' + name:34s}{len(x):7d}{x.mean():+12.3f}{g.mean():11.3f}{(g > 0.5).float().mean():12.0%}")
-own, other = results["won", "deciding commands", "own skill"], results["won", "deciding commands", "shuffled"]
-assert own[0].sum() > other[0].sum() and own[1].mean() > other[1].mean(), "on what decided the wins, the own skill speaks and a stranger's does not"
+mean_gate = {key: float(torch.sigmoid(cfg.beta_opd * torch.cat(rows)).mean()) for key, rows in results.items()}
+apart = {tokens: mean_gate["both", tokens, "own skill"] - mean_gate["both", tokens, "shuffled"] for tokens in SETS}
+print("own minus shuffled, mean gate:", {tokens: round(v, 3) for tokens, v in apart.items()})
+assert apart["deciding choices"] > 0, "where it matters, the own skill opens the gate wider than a stranger's"
+assert apart["deciding choices"] > apart["all tokens"], "and more so than on the average token"
 
 # %%
 fig, axes = plt.subplots(1, 2, figsize=(9, 3), sharey=True)
-for ax, tokens in zip(axes, ("all tokens", "deciding commands")):
+for ax, tokens in zip(axes, SETS):
     for k, (name, colour, hatch) in enumerate((("own skill", BLUE, ""), ("shuffled", "white", "////"))):
-        rows = [results[outcome, tokens, name] for outcome in ("won", "lost")]
-        spread = [2 * float(r[2].std() / math.sqrt(len(r[2]))) if len(r[2]) > 1 else 0 for r in rows]
-        ax.bar(np.arange(2) + 0.36 * k - 0.18, [float(r[2].mean()) for r in rows], 0.34, yerr=spread, capsize=4, color=colour, hatch=hatch, edgecolor="black", label=name)
+        rows = [torch.stack([torch.sigmoid(cfg.beta_opd * d).mean() for d in results[outcome, tokens, name]]) for outcome in ("won", "lost")]
+        error = [2 * float(r.std()) / math.sqrt(len(r)) if len(r) > 1 else 0 for r in rows]
+        ax.bar(np.arange(2) + 0.36 * k - 0.18, [float(r.mean()) for r in rows], 0.34, yerr=error, capsize=4, color=colour, hatch=hatch, edgecolor="black", label=name)
     ax.axhline(0.5, color=GREY, ls=":", lw=1.2)
-    ax.set_xticks(range(2), [f"{o}\n({len(results[o, tokens, 'own skill'][2])} episodes)" for o in ("won", "lost")])
+    ax.set_xticks(range(2), [f"{o}\n({len(results[o, tokens, 'own skill'])} episodes)" for o in ("won", "lost")])
     ax.set(title=tokens, ylim=(0, 1))
 axes[0].set_ylabel("gate, mean over episodes\n(bars: 2 standard errors)")
 axes[1].legend(loc="upper right", fontsize=8)
@@ -414,17 +421,14 @@ plt.show()
 # Two things to take home. A mean of $\Delta$ is ruled by a few tokens at $-5$ or $-10$ nats, moves the skill would never make; the gate does not care
 # how far below zero they are. So look at the gate, at the share above one half, and at both outcomes, never at the mean $\Delta$ alone (that is why
 # the training log prints all of them). And over *all* tokens a stranger's skill looks much like the own one: most tokens of an episode are the
-# same search in any house. The difference sits in the few commands that decide.
+# same search in any house. The difference sits in the few choices that decide. With so few wins the bars on the left of each panel are wide.
 
 # %%
-x = torch.cat([results[o, "all tokens", "own skill"][0] for o in ("won", "lost")])
+x = torch.cat(delta)
 lowest = x.sort().values[:max(1, len(x) // 20)]
 print(f"mean Delta {x.mean():+.3f}; without the lowest 5% of the tokens {(x.sum() - lowest.sum()) / (len(x) - len(lowest)):+.3f}; lowest {x.min():+.1f} nats")
 few = len(lowest) / len(x)
 assert lowest.sum().abs() > 5 * few * x.abs().sum(), "5% of the tokens hold far more than 5% of all |Delta|"
-gaps = {t: results["won", t, "own skill"][1].mean() - results["won", t, "shuffled"][1].mean() for t in ("all tokens", "deciding commands")}
-print("own minus shuffled, mean gate on wins:", {t: round(float(v), 3) for t, v in gaps.items()})
-assert gaps["deciding commands"] > gaps["all tokens"]
 
 # %% [markdown]
 # ## 9. Where it fails
@@ -436,10 +440,9 @@ assert gaps["deciding commands"] > gaps["all tokens"]
 # %%
 rows = []
 for i, r in enumerate(rolls):
-    on = [t for t, s in enumerate(r.sampled) if s]
-    turns = np.cumsum([0] + [t != on[k] + 1 for k, t in enumerate(on[1:])])
-    for k, x in enumerate((shuffled[i] - student[i]).tolist()):
-        rows.append((x, i, policy.decode([r.ids[on[k]]]).strip() or "end", r.episode.steps[turns[k]].action))
+    for (t, k), x in zip(positions(r), (shuffled[i] - student[i]).tolist()):
+        if r.episode.steps[k].valid:
+            rows.append((x, i, word(r.ids[t]), r.episode.steps[k].action))
 rows.sort(reverse=True)
 seen = set()
 for x, i, token, action in rows:

@@ -206,7 +206,7 @@ class Worker:
 
     def __init__(self, path: Path, seconds: float = ALL_SECONDS):
         self.path, self.process, self.gone = Path(path).resolve(), None, {}
-        self.end = time.monotonic() + seconds
+        self.left = seconds  # on the clock, for this solution alone
         self.scratch = Path(tempfile.mkdtemp(prefix="seed_mini_grading_"))
 
     def start(self) -> None:
@@ -272,21 +272,23 @@ class Worker:
         name = request["call"]
         if name in self.gone:
             raise Failed(f"{name} was not called again: {self.gone[name]}")
-        left = self.end - time.monotonic()
         endless = f"it did not come back within {seconds:g} s (a loop without end?)"
-        late = "the time for one submission is used up" if left < 5 * seconds else endless
+        late = "the time for one submission is used up" if self.left < 5 * seconds else endless
+        start = time.monotonic()
         try:
-            if left <= 0:
+            if self.left <= 0:
                 raise TimeoutError(late)
             if self.process is None:
                 self.start()
             self.process.stdin.write(json.dumps(request | {"file": str(self.path), "seconds": seconds}).encode() + b"\n")
             self.process.stdin.flush()
-            return json.loads(self.line(time.monotonic() + min(5 * seconds, left), late))
+            return json.loads(self.line(time.monotonic() + min(5 * seconds, self.left), late))
         except (TimeoutError, EOFError, BrokenPipeError) as failure:
             out_of_time = self.kill() == -signal.SIGPROF
             self.gone[name] = endless if out_of_time else str(failure) or "its process is gone"
             raise Failed(f"{name}: {self.gone[name]}.") from None
+        finally:
+            self.left -= time.monotonic() - start
 
     def line(self, deadline: float, late: str) -> bytes:
         """The next line from the process. TimeoutError(late) after the deadline, EOFError if the process ends."""
