@@ -328,6 +328,17 @@ def test_start_never_overwrites(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+def test_the_reference_trains(tmp_path, monkeypatch):
+    monkeypatch.setattr(kit, "TRAIN_SECONDS", 600)
+    (tmp_path / "solution.py").write_text(kit.solution_file())
+    worker = kit.Worker(tmp_path / "solution.py", seconds=3600)
+    try:
+        exercises.training(worker, None)
+    finally:
+        worker.close()
+
+
+@pytest.mark.slow
 def test_a_folder_of_submissions_becomes_a_table(tmp_path):
     folder = tmp_path / "submissions"
     for name, source in {"ada": PLAIN.read_text(), "bob": kit.stub_file(), "cleo": BAD["ends the process"][0], "dan": BAD["loops when loaded"][0]}.items():
@@ -345,9 +356,10 @@ def test_a_folder_of_submissions_becomes_a_table(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_policy_that_learns_the_wrong_way_fails_the_training(tmp_path):
+def test_a_policy_that_learns_the_wrong_way_fails_the_training(tmp_path, monkeypatch):
+    monkeypatch.setattr(kit, "TRAIN_SECONDS", 600)
     (tmp_path / "mutant.py").write_text(PLAIN.read_text().replace("policy + kl_coef * kl + lambda_opd * opd", "-(policy + kl_coef * kl + lambda_opd * opd)"))
-    worker = kit.Worker(tmp_path / "mutant.py")
+    worker = kit.Worker(tmp_path / "mutant.py", seconds=3600)
     try:
         with pytest.raises(kit.Failed, match="does not come closer|not win more|not finite"):
             exercises.training(worker, None)

@@ -268,13 +268,13 @@ class Worker:
         return reply["value"]
 
     def ask(self, request: dict, seconds: float) -> dict:
-        """One request, one reply. Raises Failed if none comes in time, or ever."""
-        name = request["call"]
-        if name in self.gone:
-            raise Failed(f"{name} was not called again: {self.gone[name]}")
+        """One request, one reply. Raises Failed if none comes in time, or ever; the function (or a file that does not even load) is then `gone`."""
+        name, begun, hung = request["call"], time.monotonic(), "the file itself"
+        for what in (name, hung):
+            if what in self.gone:
+                raise Failed(f"{name} was not called again: {self.gone[what]}")
         endless = f"it did not come back within {seconds:g} s (a loop without end?)"
-        late = "the time for one submission is used up" if self.left < 5 * seconds else endless
-        start = time.monotonic()
+        late = endless if self.left > 5 * seconds else "the time for one submission is used up (on a busy machine set SEED_MINI_COURSE_PATIENCE=4)"
         try:
             if self.left <= 0:
                 raise TimeoutError(late)
@@ -282,13 +282,17 @@ class Worker:
                 self.start()
             self.process.stdin.write(json.dumps(request | {"file": str(self.path), "seconds": seconds}).encode() + b"\n")
             self.process.stdin.flush()
-            return json.loads(self.line(time.monotonic() + min(5 * seconds, self.left), late))
+            deadline = time.monotonic() + min(5 * seconds, self.left)
+            line = self.line(deadline, late)
+            if line == b"loaded":
+                hung, line = name, self.line(deadline, late)
+            return json.loads(line)
         except (TimeoutError, EOFError, BrokenPipeError) as failure:
             out_of_time = self.kill() == -signal.SIGPROF
-            self.gone[name] = endless if out_of_time else str(failure) or "its process is gone"
-            raise Failed(f"{name}: {self.gone[name]}.") from None
+            self.gone[hung] = endless if out_of_time else str(failure) or "its process is gone"
+            raise Failed(f"{hung}: {self.gone[hung]}.") from None
         finally:
-            self.left -= time.monotonic() - start
+            self.left -= time.monotonic() - begun
 
     def line(self, deadline: float, late: str) -> bytes:
         """The next line from the process. TimeoutError(late) after the deadline, EOFError if the process ends."""

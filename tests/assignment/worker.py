@@ -104,12 +104,13 @@ def differ(a, b) -> bool:
     return not torch.equal(a.detach().nan_to_num(), b.detach().nan_to_num()) if isinstance(a, torch.Tensor) else a != b
 
 
-def answer(request: dict) -> dict:
+def answer(request: dict, say) -> dict:
     """One request -> one reply; what the solution raises becomes a reply too, with the line in the student's file."""
     try:
         module = load(request["file"])
     except BaseException as error:  # SystemExit and the like too: nothing a submission does may end the grading
         return {"error": "load", "text": describe(error, request["file"])}
+    say("loaded")
     try:
         if request["call"] == "train":
             sys.path.insert(0, request["modules"])
@@ -138,17 +139,21 @@ def main() -> None:
     for what, most in ((resource.RLIMIT_FSIZE, 1 << 25), (resource.RLIMIT_DATA, 8 << 30), (resource.RLIMIT_CORE, 0)):
         with contextlib.suppress(ValueError, OSError):  # a system that cannot limit this
             resource.setrlimit(what, (most, resource.getrlimit(what)[1]))
-    print("ready", file=replies, flush=True)
+
+    def say(line):
+        print(line, file=replies, flush=True)
+
+    say("ready")
     for line in requests:
         request = json.loads(line)
         os.lseek(2, 0, os.SEEK_SET)
         os.ftruncate(2, 0)  # the log holds what this call prints
         signal.setitimer(signal.ITIMER_PROF, request["seconds"])  # CPU seconds; then SIGPROF ends this process
-        reply = json.dumps(answer(request))
+        reply = json.dumps(answer(request, say))
         signal.setitimer(signal.ITIMER_PROF, 0)
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
-        print(reply, file=replies, flush=True)
+        say(reply)
 
 
 if __name__ == "__main__":
