@@ -142,7 +142,7 @@ class Config:
 PROFILES = {
     "tiny": dict(max_steps=20, think=False, show_admissible=False, max_response=12, max_context=800, max_analysis=96,
                  sft_tasks=90, sft_rollouts=8, sft_epochs=3, sft_lr=8e-4, sft_batch=16, sft_anchor=2.0,
-                 updates=50, tasks_per_update=8, group_size=6, minibatches=2, lr=4e-4, kl_coef=0.02, lambda_opd=0.3,
+                 updates=40, tasks_per_update=8, group_size=6, minibatches=2, lr=2e-4, kl_coef=0.02, lambda_opd=0.3,
                  invalid_penalty=0.0, eval_every=10, save_every=5, tune="full", rollout_batch=64, micro_tokens=8192),
     "paper": dict(max_steps=30, think=True, show_admissible=True, max_response=512, max_context=8192, max_analysis=512,
                   sft_tasks=180, sft_rollouts=8, sft_epochs=3, sft_lr=1e-4, sft_batch=8, sft_anchor=0.0,
