@@ -1,20 +1,22 @@
-"""The reduced-scale experiments: which runs there are, how to make them, and what is kept of them.
+"""The reduced-scale experiments: which runs there are, how to make them, what is kept of them.
 
     python notebooks/experiments.py curves             # GRPO vs SEED: 5 seeds, both arms from their seed's own Stage 1
     python notebooks/experiments.py ablations          # 3 seeds: what is left when a part of SEED is taken out
     python notebooks/experiments.py sensitivity        # 3 seeds: lambda_opd and beta_opd, one changed at a time
-    python notebooks/experiments.py curves --quick     # a trial of a minute or two: same code, far too small to say anything
+    python notebooks/experiments.py curves --quick     # a trial of minutes: same code, far too small to say anything
     python notebooks/experiments.py curves --tuning    # other seeds, other houses: where settings are chosen
-    python notebooks/experiments.py curves --list      # print the command of every run, run nothing
+    python notebooks/experiments.py curves --list      # print the command of every run that is missing, run nothing
 
-Every run is an ordinary `python seed_mini.py ...` with the defaults of its profile (change PROFILES and the experiment changes); what is added
-stands in COMMON and arms_of below. Two runs go side by side, one core and one torch thread each. Killed? Give the same command again:
-an arm whose records are there is skipped, an unfinished run goes on from its newest checkpoint with --resume.
+Every run is an ordinary `python seed_mini.py ...` with the defaults of its profile (change PROFILES and the experiment
+changes); what is added stands in COMMON and arms_of below. Two runs go side by side, one core and one torch thread
+each. Killed? Give the same command again: an arm whose records are there is skipped, an unfinished run goes on from its
+newest checkpoint with --resume.
 
-Runs stay in notebooks/runs/SETTINGS-BASE/ (hashes of the settings and of the base's weights, so that no run continues another's). What the
-notebooks read is notebooks/data/EXPERIMENT.jsonl: one line per arm, seed and evaluation, with who won which game, the training metrics
-since the evaluation before, and a few skills as they were written. A file never mixes settings or bases: then the command refuses.
-Ablations and sensitivity take SEED and GRPO themselves from the curves of the same seeds, so make the curves first.
+Runs stay in notebooks/runs/SETTINGS-BASE/ (hashes of the settings and of the base's weights, so no run continues one
+of another kind). What the notebooks read is notebooks/data/EXPERIMENT.jsonl: one line per arm, seed and evaluation,
+with who won which game, the training metrics since the evaluation before, and a few skills as they were written. A file
+never mixes settings or bases: the command refuses. Ablations and sensitivity take SEED and GRPO themselves from the
+curves of the same seeds, so make the curves first.
 """
 from __future__ import annotations
 
@@ -48,16 +50,18 @@ import seed_mini
 SEEDS, FEW = (0, 1, 2, 3, 4), 3  # FEW: how many of them the ablations and the sensitivity use
 COMMON = dict(games="generated", games_seed=0, eval_splits=["valid_seen", "valid_unseen"], threads=1, workers=1)
 TUNING = dict(seeds=(100, 101, 102), settings=dict(games_seed=1))
-QUICK = dict(seeds=(0, 1), settings=dict(sft_tasks=20, sft_rollouts=4, sft_batch=4, sft_epochs=6, updates=5, tasks_per_update=3,
-                                         group_size=4, eval_every=1, eval_games=24))  # 120 small steps: enough for skills that parse
+QUICK = dict(seeds=(0, 1), settings=dict(  # Stage 1 of 120 small steps: just enough for skills that parse
+    sft_tasks=20, sft_rollouts=4, sft_batch=4, sft_epochs=6, updates=5, tasks_per_update=3, group_size=4,
+    eval_every=1, eval_games=24))
 EXPERIMENTS = ("curves", "ablations", "sensitivity")
 
 
 def arms_of(experiment: str) -> dict[str, dict]:
-    """The arms of an experiment: name -> options of seed_mini.py beyond the common ones. All but the no_sft arms share Stage 1.
+    """The arms of an experiment: name -> options of seed_mini.py beyond the common ones.
 
-    no_opd trains on exactly what GRPO trains on, from the same start, so it must come out equal to it: a check of the code more than an
-    ablation. The paper's GRPO, which never saw Stage 1, is grpo_no_sft. lambda_opd is varied around the profile's value.
+    All arms of a seed but the no_sft ones share its Stage 1. no_opd trains on exactly what GRPO trains on, from the
+    same start, so it must come out equal to it: a check of the code more than an ablation. The paper's GRPO, which
+    never saw Stage 1, is grpo_no_sft. lambda_opd is varied around the profile's value.
     """
     if experiment == "curves":
         return {"grpo": dict(method="grpo"), "seed": {}}
@@ -65,8 +69,9 @@ def arms_of(experiment: str) -> dict[str, dict]:
         return {"no_sft": dict(no_sft=True), "no_opd": dict(no_opd=True), "static": dict(static_skills=True),
                 "shuffled": dict(shuffle_skills=True), "grpo_no_sft": dict(method="grpo", no_sft=True)}
     middle = seed_mini.PROFILES["tiny"]["lambda_opd"]
-    lambdas = [float(f"{factor * middle:.2g}") for factor in (0.1, 1 / 3, 3)]
-    return {f"lambda_opd={v:g}": dict(lambda_opd=v) for v in lambdas} | {f"beta_opd={v:g}": dict(beta_opd=float(v)) for v in (0, 1, 20)}
+    values = [("lambda_opd", float(f"{factor * middle:.2g}")) for factor in (0.1, 1 / 3, 3)]
+    values += [("beta_opd", 0.0), ("beta_opd", 1.0), ("beta_opd", 20.0)]
+    return {f"{option}={value:g}": {option: value} for option, value in values}
 
 
 def digest(data: bytes) -> str:
@@ -75,11 +80,12 @@ def digest(data: bytes) -> str:
 
 
 # Not settings: which run it is, where it lies, how it was started.
-BOOKKEEPING = {f.name for f in dataclasses.fields(seed_mini.Config)} & {"name", "out", "seed", "resume", "overwrite", "sft_from", "debug", "eval"}
+BOOKKEEPING = {"name", "out", "seed", "eval", "resume", "overwrite", "sft_from", "debug"}
+assert BOOKKEEPING <= {f.name for f in dataclasses.fields(seed_mini.Config)}
 
 
 def shared_settings(settings: dict) -> dict:
-    """Every option that all arms share, resolved through the profile: what `settings` (COMMON and a variant) really means today."""
+    """Every option that all arms share, resolved through the profile: what `settings` really means today."""
     config = dataclasses.asdict(seed_mini.resolve(seed_mini.Config(**settings)))
     return {k: v for k, v in config.items() if k not in BOOKKEEPING}
 
@@ -92,10 +98,11 @@ def identity(settings: dict) -> dict:
 
 def command(name: str, options: dict, folder: Path) -> list[str]:
     """The command line of a run (from the project's folder); a run that was broken off is resumed."""
-    options = dict(env="alfworld", model="tiny", out=folder, name=name) | options
     words = [sys.executable, "seed_mini.py"]
-    for key, value in options.items():
-        words += [f"--{key}"] + ([] if value is True else [str(v) for v in value] if isinstance(value, list) else [str(value)])
+    for key, value in (dict(env="alfworld", model="tiny", out=folder, name=name) | options).items():
+        words.append(f"--{key}")
+        if value is not True:  # a flag stands alone
+            words += map(str, value) if isinstance(value, list) else [str(value)]
     return words + (["--resume"] if (ROOT / folder / name / "config.json").exists() else [])
 
 
@@ -111,8 +118,8 @@ def options_of(arm: str, changes: dict, seed: int, settings: dict, folder: Path)
 # ------------------------------------------------------------------------------------------------------------------
 # 2. What is kept of a run
 # ------------------------------------------------------------------------------------------------------------------
-TRAINING = ("success", "frac_outcome_tied", "frac_reward_zero_std", "parse_rate", "gate_mean", "gate_above_half", "delta_won", "delta_lost",
-            "invalid_action_rate", "kl", "entropy", "step_time")
+TRAINING = ("success", "frac_outcome_tied", "frac_reward_zero_std", "parse_rate", "gate_mean", "gate_above_half",
+            "delta_won", "delta_lost", "invalid_action_rate", "kl", "entropy", "step_time")
 
 
 def short(value):
@@ -121,53 +128,56 @@ def short(value):
 
 
 def evaluation(line: dict) -> dict:
-    """An evaluation so small that every interval can still be computed: who won which game, in the order of the sorted game ids."""
+    """An evaluation, small, but enough for any interval: who won which game, in the order of the sorted game ids."""
     ids = sorted(line["games"])
     return dict(wins=line["wins"], n=line["n"], by_type={t: [v["wins"], v["n"]] for t, v in line["by_type"].items()},
-                won="".join("01"[line["games"][i]] for i in ids), ids=digest("\n".join(ids).encode()), invalid=short(line["invalid_action_rate"]))
+                won="".join("01"[line["games"][i]] for i in ids), ids=digest("\n".join(ids).encode()),
+                invalid=short(line["invalid_action_rate"]))
 
 
 def quoted(lines: list[dict]) -> dict:
-    """Of the skills of one update: counts, and the first two different ones of won and of lost episodes, as they were written."""
+    """Of the skills of one update: counts, and up to two different ones each of won and of lost episodes, verbatim."""
     picks, ok = [], [s for s in lines if s["skill"]]
     for outcome in (True, False):
-        texts = {s["skill"]: s for s in sorted(ok, key=lambda s: s["game_id"], reverse=True) if s["won"] == outcome}
-        picks += [{k: short(s[k]) for k in ("task", "won", "skill", "delta_mean")} for s in list(texts.values())[-2:]]
+        texts = {s["skill"]: s for s in sorted(ok, key=lambda s: s["game_id"]) if s["won"] == outcome}
+        picks += [{k: short(s[k]) for k in ("task", "won", "skill", "delta_mean")} for s in list(texts.values())[:2]]
     return dict(n=len(lines), status=dict(Counter(s["status"] for s in lines)), distinct=len({s["skill"] for s in ok}),
                 words=short(sum(len(s["skill"].split()) for s in ok) / max(1, len(ok))), quotes=picks)
 
 
 def collect(run: Path, about: dict) -> list[dict]:
-    """The records of a finished run: `about` (arm, seed, ...), and for each evaluation its results and what happened since the one before."""
+    """The records of a finished run, one per evaluation: `about`, results, and what happened since the one before."""
     config = json.loads((run / "config.json").read_text())
     defaults = dataclasses.asdict(seed_mini.resolve(seed_mini.Config()))
-    metrics, skills = seed_mini.read_jsonl(run / "metrics.jsonl"), seed_mini.read_jsonl(run / "skills.jsonl")
     differs = {k: v for k, v in config.items() if k in defaults and k not in BOOKKEEPING and v != defaults[k]}
+    metrics, skills = (seed_mini.read_jsonl(run / f"{name}.jsonl") for name in ("metrics", "skills"))
+    about = about | dict(config=differs, updates=config["updates"], games_seed=config["games_seed"],
+                         commit=config["git_commit"] + changes_since_commit())
     records, before = [], 0
     for at in dict.fromkeys(m["at"] for m in metrics if m["stage"] == "eval"):
         update = 0 if at in ("base", "sft") else int(at)
         evals = [m for m in metrics if m["stage"] == "eval" and m["at"] == at]
-        record = about | dict(at=at, update=update, updates=config["updates"], games_seed=config["games_seed"], config=differs,
-                              commit=config["git_commit"] + changes_since_commit(),
-                              eval={m["split"]: evaluation(m) for m in evals if not m["skill_in_context"]},
-                              eval_with_skill={m["split"]: evaluation(m) for m in evals if m["skill_in_context"]})
         since = [m for m in metrics if m["stage"] == "rl" and before < m["update"] <= update]
-        record["training"] = {k: [short(m[k]) for m in since] for k in TRAINING if since and k in since[0]}
         written = [s for s in skills if s["update"] == update and at != "base"]
-        record["skills"] = quoted(written) if written else None
-        records.append(record)
+        records.append(about | dict(
+            at=at, update=update,
+            eval={m["split"]: evaluation(m) for m in evals if not m["skill_in_context"]},
+            eval_with_skill={m["split"]: evaluation(m) for m in evals if m["skill_in_context"]},
+            training={k: [short(m[k]) for m in since] for k in TRAINING if since and k in since[0]},
+            skills=quoted(written) if written else None))
         before = update
     return records
 
 
 def changes_since_commit() -> str:
     """"+changes" if the modules or the base are not as committed: a commit alone would then say the wrong thing."""
-    done = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", "*.py", "notebooks/tiny_base"], cwd=ROOT, capture_output=True)
-    return "" if done.returncode == 0 else "+changes"
+    same = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", "*.py", "notebooks/tiny_base"], cwd=ROOT,
+                          capture_output=True).returncode == 0
+    return "" if same else "+changes"
 
 
 def keep(path: Path, new: list[dict]) -> None:
-    """Add the records of one run to the file, sorted, by writing the whole file to a temporary name first: a kill leaves the old one."""
+    """Add the records of one run to the file, sorted. Written to a temporary name first: a kill leaves the old file."""
     records = seed_mini.read_jsonl(path) + new
     records.sort(key=lambda r: (r["arm"], r["seed"], r["update"], r["at"]))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -176,25 +186,25 @@ def keep(path: Path, new: list[dict]) -> None:
     temporary.replace(path)
 
 
-def refuse_mixture(path: Path, identity: dict, settings: dict) -> None:
-    """ValueError if the file holds records of other settings, or of another base, than the run that is about to start."""
-    records = seed_mini.read_jsonl(path)
-    if any(r[k] != v for r in records for k, v in identity.items()):
-        text = "; ".join(drift(records, settings)) or "an option that did not exist then"
-        raise ValueError(f"{path.name} holds records of something else ({text}). Records are never mixed: move that file away, or put "
-                         "the settings and the base back.")
-
-
 def drift(records: list[dict], settings: dict) -> list[str]:
-    """In which values the records' settings (or base) differ from today's; options that did not exist then are left out."""
+    """In which values the records' settings, or their base, differ from today's (options that are new: left out)."""
     now, base = shared_settings(settings), identity(settings)["base"]
     then = {k: v for r in records for k, v in r.get("shared", {}).items()}
     out = [f"{k} was {v!r}, is {now[k]!r}" for k, v in then.items() if k in now and now[k] != v]
     return out + [f"the base was {b}, is {base}" for b in sorted({r["base"] for r in records} - {base})]
 
 
+def refuse_mixture(path: Path, settings: dict) -> None:
+    """ValueError if the file holds records of other settings, or of another base, than those about to be made."""
+    records = seed_mini.read_jsonl(path)
+    if any(r[k] != v for r in records for k, v in identity(settings).items()):
+        what = "; ".join(drift(records, settings)) or "an option that did not exist then"
+        raise ValueError(f"{path.name} holds records of something else ({what}). Records are never mixed: move that "
+                         "file away, or put the settings and the base back.")
+
+
 def read(*names: str) -> list[dict]:
-    """The kept records of these experiments, of all of them or of none: the reported ones, or else those of trials ("purpose" says so)."""
+    """The kept records of these experiments: the reported ones, or, if any is missing, a trial's (see "purpose")."""
     for suffix in ("", ".trial"):
         files = [HERE / "data" / f"{name}{suffix}.jsonl" for name in names]
         if all(file.exists() for file in files):
@@ -207,77 +217,81 @@ def read(*names: str) -> list[dict]:
 # ------------------------------------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def locked(folder: Path):
-    """One launcher per folder. The runs inherit the lock: after a kill -9 of the launcher alone, a new one waits for nobody, it refuses."""
+    """One launcher per folder. Runs inherit the lock, so what a killed launcher left running is not started twice."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise ValueError(f"an experiment with these settings, or a run that one left behind, is still going in {folder.name}.") from None
+            raise ValueError("an experiment with these settings, or a run that a killed one left behind, is still "
+                             f"going in {folder.name}: wait for it, or end it.") from None
         yield lock.fileno()
 
 
 def launch(words: list[str], log: Path, lock: int) -> int:
     """Run one command to its end, its output appended to `log`; its exit code. (The tests put a stub in its place.)"""
     with open(log, "a") as out:
-        return subprocess.run(words, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, pass_fds=(lock,),
-                              env=os.environ | {"OMP_NUM_THREADS": "1"}).returncode
+        return subprocess.run(words, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
+                              pass_fds=(lock,), env=os.environ | {"OMP_NUM_THREADS": "1"}).returncode
 
 
 def make(name: str, options: dict, folder: Path, lock: int, after: concurrent.futures.Future | None) -> float | None:
-    """Bring one run to its end unless it is there: seconds it took, None if they are not known (finished before, or resumed).
+    """Bring one run to its end unless it is there. Returns its seconds; None if unknown (there before, or resumed).
 
     `after` is the run it continues. RuntimeError, with the log's last line, if the run fails.
     """
     if after is not None:
         after.result()
-    run, log = ROOT / folder / name, ROOT / folder / f"{name}.log"
-    if (run / "report.md").exists():
+    if (ROOT / folder / name / "report.md").exists():
         return None
-    words, began = command(name, options, folder), time.perf_counter()
+    log, words, began = ROOT / folder / f"{name}.log", command(name, options, folder), time.perf_counter()
     if code := launch(words, log, lock):
-        last = (log.read_text().strip().splitlines() or ["no output"])[-1] if log.exists() else "no output"
-        raise RuntimeError(f"seed_mini ended with code {code}: {last}")
+        said = log.read_text().strip().splitlines() if log.exists() else []
+        raise RuntimeError(f"seed_mini ended with code {code}: {said[-1] if said else 'no output'}")
     return None if "--resume" in words else round(time.perf_counter() - began, 1)
 
 
 def missing(experiment: str, seeds, path: Path) -> list[tuple[str, dict, int]]:
-    """(arm, changes, seed) of the runs whose records are not in the file, Stage 1 of a seed before the arms that start from it."""
+    """(arm, changes, seed) of the runs whose records are not in the file, and before them the Stage 1 they need."""
     have = {(r["arm"], r["seed"]) for r in seed_mini.read_jsonl(path)}
-    arms = [(arm, changes, seed) for seed in seeds for arm, changes in arms_of(experiment).items() if (arm, seed) not in have]
-    needed = dict.fromkeys(seed for _, changes, seed in arms if "no_sft" not in changes)
-    return [("start", {}, seed) for seed in needed] + arms
+    arms = [(arm, changes, seed) for seed in seeds for arm, changes in arms_of(experiment).items()
+            if (arm, seed) not in have]
+    starts = dict.fromkeys(seed for _, changes, seed in arms if "no_sft" not in changes)
+    return [("start", {}, seed) for seed in starts] + arms
 
 
-def run_experiment(experiment: str, settings: dict, seeds, path: Path, runs: Path, jobs: int = 2, purpose: str = "reported", say=print) -> list[str]:
-    """Make every missing run, `jobs` side by side, and keep its records in `path`. Returns a sentence for each run that failed.
+def run_experiment(experiment: str, settings: dict, seeds, path: Path, runs: Path, jobs: int = 2,
+                   purpose: str = "reported", say=print) -> list[str]:
+    """Make every missing run, `jobs` side by side, and keep its records in `path`. Returns a sentence per failed run.
 
-    runs: the folder for all runs, relative to the project. Raises ValueError before anything runs if the records would be mixed.
+    runs: the folder for all runs, relative to the project. ValueError before anything runs if records would be mixed.
     """
+    refuse_mixture(path, settings)
     same = identity(settings)
-    refuse_mixture(path, same, settings)
-    folder = runs / f"{same['settings_hash']}-{same['base']}"
-    about = same | dict(experiment=experiment, purpose=purpose, machine=dict(cores=os.cpu_count(), torch=torch.__version__, side_by_side=jobs))
-    whole = {"shared": shared_settings(settings)}  # every value, in the records of Stage 1 only; the others have what differs from the defaults
+    folder = runs / "-".join(same.values())
+    machine = dict(cores=os.cpu_count(), torch=torch.__version__, side_by_side=jobs)
+    about = same | dict(experiment=experiment, purpose=purpose, machine=machine)
+    whole = dict(shared=shared_settings(settings))  # every value: in Stage 1's records only, to keep the file small
     failed, futures = [], {}
     with locked(ROOT / folder) as lock, concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        for arm, changes, seed in missing(experiment, seeds, path):  # first in, first out: a run never waits for one that comes later
+        for arm, changes, seed in missing(experiment, seeds, path):  # first in, first out: nobody waits for a later one
             after = None if arm == "start" or "no_sft" in changes else futures["start", seed]
-            futures[arm, seed] = pool.submit(make, f"{arm}-s{seed}", options_of(arm, changes, seed, settings, folder), folder, lock, after)
+            options = options_of(arm, changes, seed, settings, folder)
+            futures[arm, seed] = pool.submit(make, f"{arm}-s{seed}", options, folder, lock, after)
+        names = {future: name for name, future in futures.items()}
         try:
-            names = {future: name for name, future in futures.items()}
             for future in concurrent.futures.as_completed(names):
                 arm, seed = names[future]
                 if future.exception():
                     failed.append(f"{arm}-s{seed}: {future.exception()}")
                     say(f"FAILED {failed[-1]}")
                     continue
-                line = about | dict(arm=arm, seed=seed, wall_seconds=future.result()) | (whole if arm == "start" else {})
-                records = collect(ROOT / folder / f"{arm}-s{seed}", line)
+                about_run = about | dict(arm=arm, seed=seed, wall_seconds=future.result())
+                records = collect(ROOT / folder / f"{arm}-s{seed}", about_run | (whole if arm == "start" else {}))
                 if (arm, seed) not in {(r["arm"], r["seed"]) for r in seed_mini.read_jsonl(path)}:
                     keep(path, records)
-                say(f"{arm}-s{seed}: " + ", ".join(f"{split} {e['wins']}/{e['n']}" for split, e in records[-1]["eval"].items())
-                    + (f" in {future.result() / 60:.1f} min" if future.result() else ""))
+                won = ", ".join(f"{split} {e['wins']}/{e['n']}" for split, e in records[-1]["eval"].items())
+                say(f"{arm}-s{seed}: {won}" + (f" in {future.result() / 60:.1f} min" if future.result() else ""))
         except KeyboardInterrupt:  # the runs got it, too; those that had not begun must not begin now
             pool.shutdown(wait=True, cancel_futures=True)
             raise
@@ -286,36 +300,41 @@ def run_experiment(experiment: str, settings: dict, seeds, path: Path, runs: Pat
 
 def main(argv: list[str] | None = None) -> int:
     """Command line: 0 all there, 1 a run failed, 2 refused (one sentence), 130 stopped."""
-    parser = argparse.ArgumentParser(prog="python notebooks/experiments.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(prog="python notebooks/experiments.py", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("experiment", choices=EXPERIMENTS)
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--quick", action="store_true", help="a trial: few games and updates; records go to EXPERIMENT.trial.jsonl")
-    which.add_argument("--tuning", action="store_true", help="seeds and houses that are not reported; records go to EXPERIMENT.tuning.jsonl")
-    parser.add_argument("--seeds", type=int, nargs="+", help="these seeds instead; more seeds can be added to a file later")
+    which.add_argument("--quick", action="store_true", help="a trial; records go to EXPERIMENT.trial.jsonl")
+    which.add_argument("--tuning", action="store_true", help="seeds and houses that are not reported; records go to "
+                                                             "EXPERIMENT.tuning.jsonl")
+    parser.add_argument("--seeds", type=int, nargs="+", help="these seeds; more can be added to a file later")
     parser.add_argument("--jobs", type=int, default=2, help="runs side by side, one core each")
     parser.add_argument("--list", action="store_true", help="print the commands and stop")
     args = parser.parse_args(argv)
-    variant, purpose = (QUICK, "trial") if args.quick else (TUNING, "tuning") if args.tuning else (dict(seeds=SEEDS, settings={}), "reported")
-    seeds = args.seeds or (variant["seeds"] if args.experiment == "curves" else variant["seeds"][:FEW])
+    purpose = "trial" if args.quick else "tuning" if args.tuning else "reported"
+    variant = dict(trial=QUICK, tuning=TUNING, reported=dict(seeds=SEEDS, settings={}))[purpose]
+    seeds = args.seeds or variant["seeds"][:None if args.experiment == "curves" else FEW]
     settings = COMMON | variant["settings"]
-    path = HERE / "data" / (f"{args.experiment}.jsonl" if purpose == "reported" else f"{args.experiment}.{purpose}.jsonl")
-    runs = Path("notebooks/runs")
+    path = HERE / "data" / (args.experiment + ("" if purpose == "reported" else f".{purpose}") + ".jsonl")
+    runs, began = Path("notebooks/runs"), time.perf_counter()
     if args.list:
         folder = runs / "-".join(identity(settings).values())
         for arm, changes, seed in missing(args.experiment, seeds, path):
-            print(" ".join(command(f"{arm}-s{seed}", options_of(arm, changes, seed, settings, folder), folder)))
+            options = options_of(arm, changes, seed, settings, folder)
+            print(" ".join(command(f"{arm}-s{seed}", options, folder)))
         return 0
-    began = time.perf_counter()
+    say = lambda text: print(text, flush=True)
     try:
-        print(envs.find_games("generated", seed=settings["games_seed"])[1], flush=True)  # once, before two runs would make them at once
-        failed = run_experiment(args.experiment, settings, seeds, path, runs, args.jobs, purpose, say=lambda text: print(text, flush=True))
+        say(envs.find_games("generated", seed=settings["games_seed"])[1])  # made once, not by two runs at once
+        failed = run_experiment(args.experiment, settings, seeds, path, runs, args.jobs, purpose, say)
     except ValueError as error:
         print(f"experiments: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("stopped; the same command goes on from here", file=sys.stderr)
         return 130
-    print(f"{args.experiment}: {len(failed)} failed, {(time.perf_counter() - began) / 60:.1f} minutes; records in notebooks/data/{path.name}")
+    minutes = (time.perf_counter() - began) / 60
+    say(f"{args.experiment}: {len(failed)} failed, {minutes:.1f} minutes; records in notebooks/data/{path.name}")
     return 1 if failed else 0
 
 
