@@ -28,6 +28,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -42,6 +43,7 @@ import torch
 
 import envs
 import seed_mini
+import skills
 
 # ------------------------------------------------------------------------------------------------------------------
 # 1. Which runs
@@ -135,6 +137,12 @@ def evaluation(line: dict) -> dict:
                 invalid=short(line["invalid_action_rate"]))
 
 
+def on_task(line: dict) -> bool:
+    """Whether a skill names the object and the place of its episode's task: is it at least about the right things?"""
+    info = skills.parse_task(line["task"])
+    return {info.object, info.target} <= set(re.findall(r"\w+", line["skill"]))
+
+
 def quoted(lines: list[dict]) -> dict:
     """Of the skills of one update: counts, and up to two different ones each of won and of lost episodes, verbatim."""
     picks, ok = [], [s for s in lines if s["skill"]]
@@ -142,7 +150,8 @@ def quoted(lines: list[dict]) -> dict:
         texts = {s["skill"]: s for s in sorted(ok, key=lambda s: s["game_id"]) if s["won"] == outcome}
         picks += [{k: short(s[k]) for k in ("task", "won", "skill", "delta_mean")} for s in list(texts.values())[:2]]
     return dict(n=len(lines), status=dict(Counter(s["status"] for s in lines)), distinct=len({s["skill"] for s in ok}),
-                words=short(sum(len(s["skill"].split()) for s in ok) / max(1, len(ok))), quotes=picks)
+                words=short(sum(len(s["skill"].split()) for s in ok) / max(1, len(ok))),
+                on_task=sum(map(on_task, ok)), quotes=picks)
 
 
 def collect(run: Path, about: dict) -> list[dict]:
@@ -150,7 +159,7 @@ def collect(run: Path, about: dict) -> list[dict]:
     config = json.loads((run / "config.json").read_text())
     defaults = dataclasses.asdict(seed_mini.resolve(seed_mini.Config()))
     differs = {k: v for k, v in config.items() if k in defaults and k not in BOOKKEEPING and v != defaults[k]}
-    metrics, skills = (seed_mini.read_jsonl(run / f"{name}.jsonl") for name in ("metrics", "skills"))
+    metrics, texts = (seed_mini.read_jsonl(run / f"{name}.jsonl") for name in ("metrics", "skills"))
     about = about | dict(config=differs, updates=config["updates"], games_seed=config["games_seed"],
                          commit=config["git_commit"] + changes_since_commit())
     records, before = [], 0
@@ -158,7 +167,7 @@ def collect(run: Path, about: dict) -> list[dict]:
         update = 0 if at in ("base", "sft") else int(at)
         evals = [m for m in metrics if m["stage"] == "eval" and m["at"] == at]
         since = [m for m in metrics if m["stage"] == "rl" and before < m["update"] <= update]
-        written = [s for s in skills if s["update"] == update and at != "base"]
+        written = [s for s in texts if s["update"] == update and at != "base"]
         records.append(about | dict(
             at=at, update=update,
             eval={m["split"]: evaluation(m) for m in evals if not m["skill_in_context"]},
@@ -171,6 +180,8 @@ def collect(run: Path, about: dict) -> list[dict]:
 
 def changes_since_commit() -> str:
     """"+changes" if the modules or the base are not as committed: a commit alone would then say the wrong thing."""
+    if not seed_mini.git_commit():  # no git, or no checkout
+        return ""
     same = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", "*.py", "notebooks/tiny_base"], cwd=ROOT,
                           capture_output=True).returncode == 0
     return "" if same else "+changes"

@@ -43,7 +43,8 @@ def write_run(root: Path, cfg: seed_mini.Config) -> None:
         types = {"pick_and_place_simple": dict(wins=wins, n=len(GAMES))}
         evals += [dict(stage="eval", at=at, split=s, skill_in_context=False, wins=wins, n=len(GAMES), by_type=types, invalid_action_rate=0.125,
                        games=dict(reversed(won.items()))) for s in cfg.eval_splits]
-    skills = [dict(update=u, game_id=g, task="t", won=g == "a", status="ok", skill=f"skill {g}", delta_mean=-0.123456)
+    skills = [dict(update=u, game_id=g, task="put a hot mug in shelf", won=g == "a", status="ok", delta_mean=-0.123456,
+                   skill=f"skill {g}" + (": put the mug in the shelf" if g == "a" else ": a mugshelf"))
               for u in range(cfg.updates + 1) for g in GAMES] if cfg.method == "seed" else []
     (run / "config.json").write_text(json.dumps(dataclasses.asdict(cfg) | dict(git_commit="c" * 40)))
     for name, lines in (("metrics", evals + rl), ("skills", skills)):
@@ -136,7 +137,8 @@ def test_records_hold_what_an_interval_needs(world):
     assert row["config"] == dict(games="generated", eval_splits=["valid_seen", "valid_unseen"], threads=1, workers=1, updates=4, eval_every=2)
     assert row["games_seed"] == 0 and row["commit"].startswith("c" * 40) and {"cores", "torch"} <= row["machine"].keys()
     assert [(q["won"], q["skill"], q["delta_mean"]) for q in row["skills"]["quotes"]] == [
-        (True, "skill a", -0.1235), (False, "skill b", -0.1235), (False, "skill c", -0.1235)]
+        (True, "skill a: put the mug in the shelf", -0.1235), (False, "skill b: a mugshelf", -0.1235), (False, "skill c: a mugshelf", -0.1235)]
+    assert (row["skills"]["n"], row["skills"]["distinct"], row["skills"]["on_task"]) == (4, 4, 1)
     grpo = next(r for r in records if r["arm"] == "grpo" and r["update"] == 2)
     assert grpo["skills"] is None and "parse_rate" not in grpo["training"] and grpo["config"]["method"] == "grpo"
 
