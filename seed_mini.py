@@ -191,7 +191,8 @@ def check_config(cfg: Config) -> None:
     need(not (cfg.method == "grpo" and (cfg.no_opd or cfg.static_skills or cfg.shuffle_skills)),
          "--no_opd, --static_skills and --shuffle_skills are ablations of --method seed; with --method grpo there are no skills to change.")
     need(not (cfg.adapter and cfg.tune == "full"), "--adapter is a LoRA adapter, so it cannot go with --tune full.")
-    need(not (cfg.adapter and (Path(cfg.model) / "adapter_config.json").exists()), "--adapter needs --model to be a base, not an adapter folder itself.")
+    need(not (cfg.adapter and cfg.sft_from), "--adapter and --sft_from exclude each other: both say where the adapter starts.")
+    need(not (cfg.adapter and (Path(cfg.model) / "adapter_config.json").exists()), "--adapter needs a base as --model, not another adapter.")
     need(not (cfg.static_skills and cfg.shuffle_skills), "--static_skills and --shuffle_skills exclude each other.")
     need(not (cfg.no_sft and cfg.sft_from), "--no_sft and --sft_from exclude each other.")
     need(not (cfg.static_skills and cfg.no_sft), "--static_skills takes its skills from Stage 1, so it cannot go with --no_sft.")
@@ -496,8 +497,8 @@ def choose_model(cfg: Config) -> tuple[str, str]:
 def memory_plan(model, cfg: Config) -> dict[str, float]:
     """Bytes on the card by use, from a model's config (attributes as in QWEN_CONFIG) and the run's settings; the two peaks come last.
 
-    Llama-like layers are assumed. Activations count what autograd keeps of one layer plus, with checkpointing, every layer's input.
-    Not counted: the CUDA context and fragmentation (about 0.5 GB).
+    Llama-like layers are assumed, and every episode as long as allowed. With checkpointing, activations are every layer's input and one layer in
+    full. Not counted: the CUDA context and fragmentation.
     """
     H, L, I, V = model.hidden_size, model.num_hidden_layers, model.intermediate_size, model.vocab_size
     head = getattr(model, "head_dim", None) or H // model.num_attention_heads
@@ -507,24 +508,36 @@ def memory_plan(model, cfg: Config) -> dict[str, float]:
     linear, vocab = L * sum(a * b for a, b in shapes), V * H * (1 if model.tie_word_embeddings else 2)
     nf4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes: 4 bits, an 8-bit scale per 64 weights, a 32-bit scale per 256 scales
     trained = L * cfg.lora_rank * sum(a + b for a, b in shapes) if lora else linear + vocab
-    tokens = max(cfg.micro_tokens, cfg.max_context)  # one episode is never cut
-    # Kept per token of one layer: two norms, q/k norms and rotation, attention, gated MLP; under LoRA each adapter's fp32 copy of its input.
-    layer = (4 * 2 + 2 * size) * H + (8 + 2 * size) * (q + kv) + 3 * size * q + 4 * size * I + (4 * (5 * H + q + I) if lora else 0)
-    positions = cfg.rollout_batch * (cfg.max_context + cfg.max_analysis)
-    sampling = cfg.rollout_batch * V * (size + 24) + min(PREFILL["cuda"], positions) * (4 * size * H + 3 * size * I)
+    positions, tokens = cfg.max_context + cfg.max_analysis, max(cfg.micro_tokens, cfg.max_context + cfg.max_analysis)  # one episode is never cut
+    # Bytes autograd keeps per token of a layer: norms, q/k norms, attention, gated MLP; then each adapter's own fp32 copy of its input
+    # (full: the linear maps' inputs). `scratch`: temporary numbers around the MLP, forward or backward.
+    layer = 8 * H + (4 + 2 * size) * (q + kv) + 3 * size * I + (4 * (5 * H + q + I) + 28 * cfg.lora_rank if lora else size * (4 * H + I))
+    scratch = (4 + 3 * size) * I + (4 + 2 * size) * H
+    kept = L * H * size + layer if cfg.checkpointing else L * layer
     plan = dict(weights=vocab * size + linear * (nf4 if lora and not cfg.no_4bit else size),
                 adapter=4.0 * trained * (1 if cfg.no_sft else 2) if lora else 0.0, reference=0.0 if lora else 4.0 * trained,
                 optimizer=8.0 * trained, gradients=8.0 * trained,  # fp32; the RL and the OPD part are taken apart
-                kv_cache=2.0 * L * kv * size * positions, activations=float(tokens * (L * H * size * bool(cfg.checkpointing) + layer * (
-                    1 if cfg.checkpointing else L))), logits_chunk=float(losses.SCRATCH_BUDGET["cuda"]), sampling=float(sampling))
+                kv_cache=2.0 * L * kv * size * cfg.rollout_batch * positions, activations=float(tokens * (kept + scratch)),
+                logits_chunk=float(losses.SCRATCH_BUDGET["cuda"]))
+    # Generation: one layer's cache is copied as it grows and repeated for all heads; the first prompts, in pieces; the sampler's distributions.
+    working = (2.0 * (kv + q) * size * positions + V * (size + 24)) * cfg.rollout_batch + PREFILL["cuda"] * scratch
     always = plan["weights"] + plan["adapter"] + plan["reference"] + plan["optimizer"]
-    return plan | dict(peak_rollout=always + plan["kv_cache"] * (1 + 1 / L) + plan["sampling"],  # one layer's cache is copied as it grows
+    return plan | dict(generation=working, peak_rollout=always + plan["kv_cache"] + working,
                        peak_training=always + plan["gradients"] + plan["activations"] + plan["logits_chunk"])
+
+
+def measured_peak(policy: Policy, cfg: Config, rolls: list["Rollout"]) -> dict[str, float]:
+    """GB at the update's peak, measured and predicted for the lengths that these rollouts had."""
+    lengths = [len(r.ids) for r in rolls]
+    now = dataclasses.replace(cfg, max_context=max(lengths), micro_tokens=min(cfg.micro_tokens, sum(lengths)),
+                              rollout_batch=min(cfg.rollout_batch, len(rolls)))
+    plan = memory_plan(policy.model.config, now)
+    return dict(peak_gb=torch.cuda.max_memory_allocated() / 1e9, predicted_peak_gb=max(plan["peak_rollout"], plan["peak_training"]) / 1e9)
 
 
 def fit(model, cfg: Config, card: float) -> dict[str, int]:
     """The largest rollout_batch and micro_tokens whose peaks leave a tenth of `card` GB free; the smallest ones if nothing fits."""
-    batches, tokens, best = (1, 2, 4, 8, 16, 24, 32, 48, 64), (2048, 4096, 8192, 16384), {}
+    batches, tokens, best = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64), (2048, 4096, 8192), {}
     for name, values, peak in (("rollout_batch", batches, "peak_rollout"), ("micro_tokens", tokens, "peak_training")):
         trial = dict(rollout_batch=batches[0], micro_tokens=tokens[0])
         fits = [v for v in values if memory_plan(model, dataclasses.replace(cfg, **trial | {name: v}))[peak] < 0.9e9 * card]
@@ -544,7 +557,7 @@ def dry_run(cfg: Config) -> str:
     model = plan_config(cfg)
     plan, card = memory_plan(model, cfg), card_memory(cfg)
     kind = "full fine-tuning" if cfg.tune == "full" else "LoRA" if cfg.no_4bit else "QLoRA"
-    lines = [f"{cfg.model}, {kind}: episodes of up to {cfg.max_context} tokens, {cfg.rollout_batch} at once; micro-batches of {cfg.micro_tokens} tokens"]
+    lines = [f"{cfg.model}, {kind}: episodes of up to {cfg.max_context} tokens, {cfg.rollout_batch} at once, micro-batches of {cfg.micro_tokens}"]
     lines += [f"    {name.replace('_', ' '):14s} {size / 1e9:7.2f} GB" for name, size in plan.items()]
     need = max(plan["peak_rollout"], plan["peak_training"]) / 1e9
     lines += [f"card: {card:.1f} GB, {'fits' if need < 0.9 * card else 'does NOT fit (a tenth stays free)'}" if card else "card: none found"]
@@ -557,13 +570,24 @@ def dry_run(cfg: Config) -> str:
     return "\n".join(lines + ["Predicted from config.json; not yet measured on a GPU."])
 
 
+HALVED = "out of memory: {} halved"  # counter
+
+
 def halve(cfg: Config, name: str, counters: Counter) -> None:
     """After out of memory: go on with half of rollout_batch or micro_tokens, for the rest of the run. Counted."""
     if getattr(cfg, name) == 1:
         raise RuntimeError(f"out of memory even with --{name} 1; see --dry_run, and lower --max_context or take a smaller model.")
     setattr(cfg, name, getattr(cfg, name) // 2)
-    counters[f"out of memory: {name} halved"] += 1
+    counters[HALVED.format(name)] += 1
     torch.cuda.empty_cache()
+
+
+def retry_smaller(cfg: Config, name: str, counters: Counter, work):
+    """work(); as long as it runs out of memory, again with half of cfg.<name>. It must not mind being begun twice."""
+    while True:
+        with contextlib.suppress(torch.OutOfMemoryError):
+            return work()
+        halve(cfg, name, counters)  # out here, where the exception keeps no tensor alive
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -735,16 +759,15 @@ def rollout(policy: Policy, pool: envs.EnvPool, games: list[envs.Game], cfg: Con
     """
     rolls, counters, before = [], Counter(), Counter(pool.counters)
     while len(rolls) < len(games):
-        at = slice(len(rolls), len(rolls) + cfg.rollout_batch)
-        luck = [r.bit_generator.state for r in rngs[at]]
-        try:
-            part, more = _play(policy, pool, games[at], cfg, rngs[at], temperature, (skill_texts or [""] * len(games))[at])
-        except torch.OutOfMemoryError:
-            part, more = [], Counter()
-        if not part:  # out here, because the exception would keep the cache alive; the same episodes again, with the same luck
-            halve(cfg, "rollout_batch", counters)
-            for r, state in zip(rngs[at], luck):
+        luck = [r.bit_generator.state for r in rngs[len(rolls):len(rolls) + cfg.rollout_batch]]
+
+        def play():
+            at = slice(len(rolls), len(rolls) + cfg.rollout_batch)
+            for r, state in zip(rngs[at], luck):  # a second try has the same luck
                 r.bit_generator.state = state
+            return _play(policy, pool, games[at], cfg, rngs[at], temperature, (skill_texts or [""] * len(games))[at])
+
+        part, more = retry_smaller(cfg, "rollout_batch", counters, play)
         rolls += part
         counters += more
     if rolls and all(r.episode.end == "context limit" and not r.episode.steps for r in rolls):
@@ -958,12 +981,19 @@ def sft(policy: Policy, cfg: Config, sequences: list[Sequence], acting: list[Seq
         batch = [sequences[i] for i in order[at:at + cfg.sft_batch]]
         tokens = sum(sum(m) for _, m in batch)
         optimizer.param_groups[0]["lr"] = cfg.sft_lr * cosine(step, steps)
-        total, anchor = 0.0, torch.zeros(())
-        for rows in micro_batches(batch, cfg.micro_tokens):
-            logp, mask, _ = token_logp(policy, [batch[i] for i in rows], 1.0)
-            loss = -(logp * mask).sum() / tokens
-            (policy.loss_scale * loss).backward()
-            total += loss.item()
+        anchor = torch.zeros(())
+
+        def gradients():
+            optimizer.zero_grad(set_to_none=True)
+            total = 0.0
+            for rows in micro_batches(batch, cfg.micro_tokens):
+                logp, mask, _ = token_logp(policy, [batch[i] for i in rows], 1.0)
+                loss = -(logp * mask).sum() / tokens
+                (policy.loss_scale * loss).backward()
+                total += loss.item()
+            return total
+
+        total = retry_smaller(cfg, "micro_tokens", skips, gradients)
         if anchored:
             picks = counted_rng(cfg.seed, "sft anchor", step).choice(len(acting), size=min(cfg.sft_batch, len(acting)), replace=False)
             anchor = anchor_kl(policy, [acting[i] for i in picks])
@@ -1029,12 +1059,8 @@ def analyze_own(policy: Policy, cfg: Config, rolls: list[Rollout], update: int, 
             prompts.append(ids)
         some = [i for i, ids in enumerate(prompts) if ids]
         texts = [""] * len(rolls)
-        out = None
-        while out is None:
-            with contextlib.suppress(torch.OutOfMemoryError):
-                out, cut = complete(policy, [prompts[i] for i in some], cfg.max_analysis, cfg.rollout_batch)
-            if out is None:
-                halve(cfg, "rollout_batch", counters)
+        out, cut = retry_smaller(cfg, "rollout_batch", counters,
+                                 lambda: complete(policy, [prompts[i] for i in some], cfg.max_analysis, cfg.rollout_batch))
         for i, text in zip(some, out):
             texts[i] = text
         counters["analyses cut at max_analysis"] += cut
@@ -1095,28 +1121,15 @@ def update_policy(policy: Policy, cfg: Config, optimizer: torch.optim.Optimizer,
     for part in np.array_split(order, cfg.minibatches):
         if not len(part):
             continue
-        sequences = [plain(rolls[i]) for i in part]
-        tokens = sum(sum(m) for _, m in sequences)
-        skill_tokens = sum(sum(rolls[i].sampled) for i in part if has_skill[i])
         apart = use_opd and steps == 0
-        opd_grads = [torch.zeros_like(p) for p in params] if apart else None
-        for rows in micro_batches(sequences, cfg.micro_tokens):
-            index = [int(part[r]) for r in rows]
-            logp, mask, _ = token_logp(policy, [sequences[r] for r in rows], cfg.temperature)
-            old, ref, teacher = (pad([part_scores[i] for i in index], logp.shape[1]) for part_scores in (scores.old, scores.reference, scores.teacher))
-            skill_mask = torch.tensor([float(has_skill[i]) for i in index], device=logp.device)
-            rl, opd, stats = losses.seed_loss(
-                logp, old, ref, teacher if use_opd else None, advantages[index].to(logp), mask, skill_mask, clip_range=cfg.clip_range,
-                dual_clip=cfg.dual_clip, kl_coef=cfg.kl_coef, lambda_opd=cfg.lambda_opd, beta_opd=cfg.beta_opd, rl_tokens=tokens,
-                opd_tokens=skill_tokens)
-            if apart:
-                for total, g in zip(opd_grads, torch.autograd.grad(policy.loss_scale * opd, params, retain_graph=True, allow_unused=True)):
-                    total += 0 if g is None else g
-                (policy.loss_scale * rl).backward()
-            else:
-                (policy.loss_scale * (rl + opd)).backward()
-            for key, name in LOSS_METRICS.items():
-                totals[name] += float(stats[key])
+
+        def gradients():
+            optimizer.zero_grad(set_to_none=True)
+            return _minibatch_gradients(policy, cfg, params, rolls, scores, advantages, has_skill, part, use_opd, apart)
+
+        opd_grads, found = retry_smaller(cfg, "micro_tokens", totals, gradients)
+        for name, value in found:
+            totals[name] += value
         if apart:
             totals["grad_norm_rl"] = _norm([p.grad for p in params]) / policy.loss_scale
             totals["grad_norm_opd"] = _norm(opd_grads) / policy.loss_scale
@@ -1126,8 +1139,35 @@ def update_policy(policy: Policy, cfg: Config, optimizer: torch.optim.Optimizer,
         totals["grad_norm"] += norm
         totals.update([skipped] if skipped else [])
         steps += 1
-    once = ("grad_norm_rl", "grad_norm_opd", SKIPPED, SCALED)
+    once = ("grad_norm_rl", "grad_norm_opd", SKIPPED, SCALED, HALVED.format("micro_tokens"))
     return {key: value if key in once else value / max(1, steps) for key, value in totals.items()}
+
+
+def _minibatch_gradients(policy: Policy, cfg: Config, params: list, rolls: list[Rollout], scores: Scores, advantages: torch.Tensor,
+                         has_skill: list[bool], part: np.ndarray, use_opd: bool, apart: bool) -> tuple[list[torch.Tensor] | None, list[tuple]]:
+    """One mini-batch's gradient into `params` (with `apart`: its OPD part returned instead), and its loss statistics by micro-batch."""
+    sequences = [plain(rolls[i]) for i in part]
+    tokens = sum(sum(m) for _, m in sequences)
+    skill_tokens = sum(sum(rolls[i].sampled) for i in part if has_skill[i])
+    found, opd_grads = [], [torch.zeros_like(p) for p in params] if apart else None
+    for rows in micro_batches(sequences, cfg.micro_tokens):
+        index = [int(part[r]) for r in rows]
+        logp, mask, _ = token_logp(policy, [sequences[r] for r in rows], cfg.temperature)
+        old, ref, teacher = (pad([part_scores[i] for i in index], logp.shape[1]) for part_scores in (scores.old, scores.reference, scores.teacher))
+        skill_mask = torch.tensor([float(has_skill[i]) for i in index], device=logp.device)
+        rl, opd, stats = losses.seed_loss(
+            logp, old, ref, teacher if use_opd else None, advantages[index].to(logp), mask, skill_mask, clip_range=cfg.clip_range,
+            dual_clip=cfg.dual_clip, kl_coef=cfg.kl_coef, lambda_opd=cfg.lambda_opd, beta_opd=cfg.beta_opd, rl_tokens=tokens,
+            opd_tokens=skill_tokens)
+        if apart:
+            for total, g in zip(opd_grads, torch.autograd.grad(policy.loss_scale * opd, params, retain_graph=True, allow_unused=True)):
+                total += 0 if g is None else g
+            (policy.loss_scale * rl).backward()
+        else:
+            (policy.loss_scale * (rl + opd)).backward()
+        for key, name in LOSS_METRICS.items():
+            found.append((name, float(stats[key])))
+    return opd_grads, found
 
 
 # losses.seed_loss's statistics that are logged, under the names that users of other trainers know
@@ -1184,14 +1224,14 @@ def one_update(policy: Policy, pool: envs.EnvPool, games: list[envs.Game], cfg: 
     clock.lap("rollout")
     replies, more = analyze_own(policy, cfg, rolls, update, library) if cfg.method == "seed" else (None, Counter())  # (b) analyze
     clock.lap("analysis")
-    scores = score_all(policy, cfg, rolls, replies)  # (c) teach
+    scores = retry_smaller(cfg, "micro_tokens", counters, lambda: score_all(policy, cfg, rolls, replies))  # (c) teach
     counters[DROPPED] = drop_not_finite(rolls, scores)
     clock.lap("scoring")
     rewards = torch.tensor([r.episode.reward for r in rolls], dtype=torch.float64).view(P, G)
     advantages = losses.group_advantages(rewards).view(-1).float()
     has_skill = [bool(r.skill) for r in replies] if replies else [False] * len(rolls)
     stats = update_policy(policy, cfg, optimizer, rolls, scores, advantages, has_skill, update)
-    counters += Counter({name: stats.pop(name, 0) for name in (SKIPPED, SCALED)})
+    counters += Counter({name: stats.pop(name, 0) for name in (SKIPPED, SCALED, HALVED.format("micro_tokens"))})
     clock.lap("training")
     run.write_rollouts(rolls, replies, update, stage="rl", scores=scores)
     lengths = [sum(r.sampled) for r in rolls]
@@ -1208,8 +1248,7 @@ def one_update(policy: Policy, pool: envs.EnvPool, games: list[envs.Game], cfg: 
         "completions/mean_length": float(np.mean(lengths)), "episode_tokens": float(np.mean([len(r.ids) for r in rolls])),
         "episode_steps": float(np.mean([len(r.episode.steps) for r in rolls])), "num_tokens": sum(len(r.ids) for r in rolls),
         "one_prompt_per_step_tokens": float(np.mean([c for c, _ in costs])), "admissible_tokens": float(np.mean([c for _, c in costs])),
-        **({"peak_gb": torch.cuda.max_memory_allocated() / 1e9, "predicted_peak_gb": max(list(memory_plan(policy.model.config, cfg).values())[-2:]) / 1e9}
-           if policy.device.type == "cuda" else {}),
+        **(measured_peak(policy, cfg, rolls) if policy.device.type == "cuda" else {}),
         "learning_rate": cfg.lr, "counters": dict(counters + more),
         "step_time": clock.total(), **{f"seconds/{k}": v for k, v in clock.laps.items()}}
 

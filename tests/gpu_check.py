@@ -134,9 +134,11 @@ def check(folder: Path, dims: dict, **settings) -> list[dict]:
         lines.append(line)
         sampled = line["completions/mean_length"] * cfg.tasks_per_update * cfg.group_size
         print(f"{method}: " + ", ".join(f"{k.split('/')[1]} {v:.1f} s" for k, v in line.items() if k.startswith("seconds/"))
-              + f"; {line['num_tokens']} tokens, {line['episode_tokens']:.0f} an episode ({line['one_prompt_per_step_tokens']:.0f} with one prompt per step)"
+              + f"; {line['num_tokens']} tokens, {line['episode_tokens']:.0f} an episode "
+              + f"({line['one_prompt_per_step_tokens']:.0f} with one prompt per step)"
               + f"; {sampled / line['seconds/rollout']:.0f} sampled tokens/s, {line['num_tokens'] / line['seconds/training']:.0f} trained tokens/s")
-        print(f"    peak memory: predicted {line['predicted_peak_gb']:.2f} GB, measured {line['peak_gb']:.2f} GB" if "peak_gb" in line else "    no card")
+        peak = f"predicted {line['predicted_peak_gb']:.2f} GB, measured {line['peak_gb']:.2f} GB" if "peak_gb" in line else "no card"
+        print(f"    peak memory: {peak}")
         print(f"    counters: {line['counters']}, sampler gap {line['sampler_gap']:.3f}")
     print(f"all in {time.perf_counter() - started:.0f} s")
     return lines

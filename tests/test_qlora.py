@@ -135,6 +135,10 @@ def test_head_embedding_and_norms_keep_the_dtype_they_are_loaded_in(folder, monk
         cfg, policy = loaded(folder)
         assert {p.dtype for name, p in policy.model.named_parameters() if "norm" in name or "embed" in name or "head" in name} == {dtype}
         rolls, _ = play(policy, cfg)
+        sm.freeze_reference(policy)
+        stir(policy)
+        sm.freeze_reference(policy)
+        assert {p.dtype for p in parts(policy, ".lora_").values()} == {torch.float32} and len(parts(policy, ".reference.")) == 28
         assert scored(policy, cfg, rolls).isfinite().all() and policy.loss_scale == (2.0 ** 14 if dtype == torch.float16 else 1.0)
         assert all(g.isfinite().all() for g in grads(policy, [sm.plain(r) for r in rolls]).values())
 
@@ -365,12 +369,13 @@ def test_an_adapter_that_does_not_belong_here_is_refused_in_a_sentence(trained, 
     unsigned = changed(place, tmp_path / "unsigned")
     (unsigned / "seed_mini.json").unlink()
     regex = changed(unsigned, tmp_path / "regex", target_modules=r".*(q_proj|lm_head)")
-    for base, adapter, word in [(noise, place, "was made for"), (shallow, unsigned, "does not fit"), (folder, tmp_path, "not a LoRA adapter folder"),
-                                (folder, changed(unsigned, tmp_path / "1", target_modules=["q_proj", "lm_head"]), "lm_head: head and embedding are one"),
-                                (folder, changed(unsigned, tmp_path / "2", target_modules=["embed_tokens"]), "embed_tokens: head and embedding are one"),
-                                (folder, changed(unsigned, tmp_path / "3", modules_to_save=["lm_head"]), "one tied matrix"),
-                                (folder, regex, "one tied matrix"), (apart, regex, "no effect"),
-                                (folder, changed(unsigned, tmp_path / "4", peft_type="IA3"), "LoRA only")]:
+    for base, adapter, word in [
+            (noise, place, "was made for"), (shallow, unsigned, "does not fit"), (folder, tmp_path, "not a LoRA adapter folder"),
+            (folder, changed(unsigned, tmp_path / "1", target_modules=["q_proj", "lm_head"]), "lm_head: head and embedding are one"),
+            (folder, changed(unsigned, tmp_path / "2", target_modules=["embed_tokens"]), "embed_tokens: head and embedding are one"),
+            (folder, changed(unsigned, tmp_path / "3", modules_to_save=["lm_head"]), "one tied matrix"),
+            (folder, regex, "one tied matrix"), (apart, regex, "no effect"),
+            (folder, changed(unsigned, tmp_path / "4", peft_type="IA3"), "LoRA only")]:
         with pytest.raises(ValueError, match=word) as error:
             sm.load_policy(dataclasses.replace(cfg, adapter=str(adapter)), str(base))
         assert "\n" not in str(error.value)
@@ -423,8 +428,9 @@ def test_the_loss_scale_is_saved_with_the_adapter(trained, tmp_path, monkeypatch
 # ------------------------------------------------------------------------------------------------------------------
 # 5. Which model, and how much memory
 # ------------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("card, device, model, word", [(16.0, "auto", sm.QWEN, "16 GB"), (10.0, "auto", sm.QWEN, "--model tiny"), (8.0, "auto", "tiny", "only 8 of 10"),
-                                                       (0.0, "auto", "tiny", "no CUDA card"), (24.0, "cpu", "tiny", "no CUDA card")])
+@pytest.mark.parametrize("card, device, model, word", [
+    (16.0, "auto", sm.QWEN, "16 GB"), (10.0, "auto", sm.QWEN, "--model tiny"), (8.0, "auto", "tiny", "only 8 of 10"),
+    (0.0, "auto", "tiny", "no CUDA card"), (24.0, "cpu", "tiny", "no CUDA card")])
 def test_auto_says_what_it_takes_and_why(monkeypatch, card, device, model, word):
     monkeypatch.setattr(sm, "card_memory", lambda cfg: card if cfg.device != "cpu" else 0.0)
     name, line = sm.choose_model(sm.Config(device=device))
@@ -448,7 +454,8 @@ PAPER = dict(profile="paper", model=sm.QWEN)
 
 
 def test_the_plan_of_qwen3_by_hand():
-    plan = sm.memory_plan(sm.argparse.Namespace(**sm.QWEN_CONFIG), sm.resolve(sm.Config(**PAPER, rollout_batch=8, max_context=4096, max_analysis=0 or 512)))
+    cfg = sm.resolve(sm.Config(**PAPER, rollout_batch=8, max_context=4096, max_analysis=512))
+    plan = sm.memory_plan(sm.argparse.Namespace(**sm.QWEN_CONFIG), cfg)
     linear = 28 * (2048 * 2048 * 2 + 2048 * 1024 * 2 + 3 * 2048 * 6144)  # 1.409e9
     assert plan["weights"] == pytest.approx(151936 * 2048 * 2 + linear * 0.516, rel=1e-3)
     lora = 28 * 16 * (2 * (2048 + 2048) + 2 * (2048 + 1024) + 3 * (2048 + 6144))  # 17.4M
@@ -458,23 +465,29 @@ def test_the_plan_of_qwen3_by_hand():
     assert full["weights"] == pytest.approx(4 * (linear + 151936 * 2048)) and full["reference"] == full["weights"] and full["adapter"] == 0
 
 
-@pytest.mark.parametrize("no_4bit, checkpointing", [(False, True), (True, True), (True, False)])
-def test_predicted_activations_are_what_autograd_keeps(folder, no_4bit, checkpointing, monkeypatch):
-    """bf16 as on a card. Counted: the bytes of every different tensor that the backward pass holds, at Qwen3's proportions."""
-    monkeypatch.setattr(sm, "compute_dtype", lambda device, lora: torch.bfloat16)
-    cfg, policy = loaded(folder, no_4bit=no_4bit, checkpointing=checkpointing, max_context=512, micro_tokens=512)
-    own, kept = {p.untyped_storage().data_ptr() for p in policy.model.parameters()}, {}
+QWEN_LIKE = dict(hidden_size=128, num_attention_heads=8, num_key_value_heads=4, head_dim=16, intermediate_size=384, vocab_size=600)  # its proportions
 
-    def pack(x):
-        if x.untyped_storage().data_ptr() not in own:
-            kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        return x
 
-    ids = torch.arange(512)[None] % 500
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), sm.recomputing(policy):
-        hidden = policy.backbone(input_ids=ids, use_cache=False).last_hidden_state
-    plan = sm.memory_plan(policy.model.config, cfg)
-    print(sum(kept.values()), plan["activations"], hidden.shape)
+@pytest.mark.parametrize("tune, checkpointing", [("lora", True), ("lora", False), ("full", False)])
+def test_predicted_activations_are_what_autograd_keeps(tmp_path, tune, checkpointing, monkeypatch):
+    """Adapters in bf16 as on a card, full in fp32. Counted: the bytes of every different tensor that waits for backward, per further layer."""
+    monkeypatch.setattr(sm, "compute_dtype", lambda device, lora: torch.bfloat16 if lora else torch.float32)
+    T, measured, predicted = 256, [], []
+    for layers in (1, 3):
+        folder = gpu_check.random_qwen3(tmp_path / str(layers), **QWEN_LIKE, num_hidden_layers=layers)
+        cfg, policy = loaded(folder, tune=tune, checkpointing=checkpointing, max_context=T - 1, max_analysis=1, micro_tokens=T)
+        own, kept = {p.untyped_storage().data_ptr() for p in policy.model.parameters()}, {}
+
+        def pack(x):
+            if x.untyped_storage().data_ptr() not in own:
+                kept[x.untyped_storage().data_ptr()] = x  # held, so that no address is used twice
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), sm.recomputing(policy):
+            policy.backbone(input_ids=torch.arange(T)[None], use_cache=False)
+        measured.append(sum(x.untyped_storage().nbytes() for x in kept.values()))
+        predicted.append(sm.memory_plan(policy.model.config, cfg)["activations"])
+    assert predicted[1] - predicted[0] == pytest.approx(measured[1] - measured[0], rel=0.1)
 
 
 def test_settings_grow_with_the_card_and_fit_it(monkeypatch):
@@ -496,7 +509,8 @@ def test_a_dry_run_loads_nothing(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(sm.AutoConfig, "from_pretrained", None)
     assert sm.main(["--dry_run", "--model", sm.QWEN, "--out", str(tmp_path / "runs")]) == 0
     out = capsys.readouterr().out
-    assert all(word in out for word in ("weights", "kv cache", "activations", "logits chunk", "optimizer", "12 GB card", "24 GB card", "none found", "not yet measured"))
+    for word in ("weights", "kv cache", "activations", "logits chunk", "optimizer", "12 GB card", "24 GB card", "none found", "not yet measured"):
+        assert word in out
     assert not (tmp_path / "runs").exists()
 
 
@@ -537,6 +551,51 @@ def test_the_analysis_halves_its_batch_too(folder, monkeypatch):
     assert counters["out of memory: rollout_batch halved"] == 1 and replies == expected
 
 
+def test_training_and_scoring_halve_their_micro_batches_and_lose_nothing(folder, monkeypatch):
+    adapters, counters = [], []
+    for most in (None, (2100, 900)):  # padded tokens that the card holds, without and with gradient
+        cfg, policy = loaded(folder)
+        stir(policy)
+        real, run, optimizer = sm.response_hidden, sm.Run(cfg), sm.make_optimizer(policy, 1e-3, 0.0)
+
+        def limited_hidden(policy, sequences, most=most, real=real):
+            out = real(policy, sequences)  # first, as on a card: memory runs out in the middle
+            if most and len(sequences) * max(len(ids) for ids, _ in sequences) > most[torch.is_grad_enabled()]:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return out
+
+        with monkeypatch.context() as patch:
+            patch.setattr(sm, "response_hidden", limited_hidden)
+            patch.setattr(sm, "complete", lambda policy, prompts, max_new, batch: ([skills.canonical_reply("s", SKILL)] * len(prompts), 0))
+            patch.setattr(run, "write_rollouts", lambda *a, **k: None)
+            sm.freeze_reference(policy)
+            line = sm.one_update(policy, ScriptedGames(cfg.max_steps), fake_games(2), cfg, optimizer, 1, run, {})
+        adapters.append(frozen_copy(policy))
+        counters.append(line["counters"].get(sm.HALVED.format("micro_tokens"), 0))
+    assert counters == [0, 2] and cfg.micro_tokens == 1024  # once in scoring, once in training; 4096 tokens: all at once; 1024: one by one
+    assert all((adapters[0][name] - adapters[1][name]).abs().max() < 1e-4 for name in adapters[0])
+
+
+def test_stage_1_halves_its_micro_batches_too(folder, monkeypatch):
+    losses_ = []
+    for most in (10_000, 400):
+        cfg, policy = loaded(folder, sft_batch=4)
+        real = sm.token_logp
+
+        def limited_logp(policy, sequences, temperature, most=most, real=real):
+            if sum(len(ids) for ids, _ in sequences) > most:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return real(policy, sequences, temperature)
+
+        rows, lines = [([5 + n] * 100 + [7] * 50, [False] * 100 + [True] * 50) for n in range(4)], []
+        with monkeypatch.context() as patch:
+            patch.setattr(sm, "token_logp", limited_logp)
+            sm.sft(policy, cfg, rows, [], lines.append)
+        losses_.append(lines[0]["loss"])
+        assert lines[0].get("counters", {}) == ({} if most > 1000 else {sm.HALVED.format("micro_tokens"): 4})
+    assert losses_[0] == pytest.approx(losses_[1], rel=1e-5)
+
+
 # ------------------------------------------------------------------------------------------------------------------
 # 7. What real models write, and what it costs
 # ------------------------------------------------------------------------------------------------------------------
@@ -550,6 +609,33 @@ def test_the_analysis_halves_its_batch_too(folder, monkeypatch):
     ("<action>[go to shelf 1]</action>", "go to shelf 1"), ("- go to shelf 1", "go to shelf 1"), ("<think>still thinking", ""), ("", "")])
 def test_the_parser_takes_what_real_models_write(text, action):
     assert envs.parse_action(text) == action
+
+
+QWEN25 = ("{% if messages[0]['role'] != 'system' %}<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% endif %}{% for m in messages %}"
+          "<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+TALK = ("You see a shelf 1.", "<think>\nThe mug.\n</think>\n\n<action>go to shelf 1</action>", "You arrive at shelf 1.",
+        "<action>take mug 1</action>", "Nothing happens.")
+
+
+@pytest.mark.parametrize("template, append_only", [(QWEN25, True), (gpu_check.QWEN3, False)])
+def test_an_episodes_ids_and_the_templates(template, append_only):
+    """Qwen2.5: the same ids at every turn. Qwen3 is not append-only: rendered anew, it takes the thinking (also the empty block that switches it
+    off) out of earlier turns. We never render again, so that the policy is trained on what it saw and sampled; that is the whole difference."""
+    tokenizer = gpu_check.make_tokenizer(template)
+    end_id, first, later = sm.chat_pieces(tokenizer)
+    encode = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
+    no_thinking = encode("<think>\n\n</think>\n\n")
+    ours, theirs_now = first[0] + encode(TALK[0]) + first[1], None
+    assert append_only or ours[-len(no_thinking):] == no_thinking
+    for turn in (1, 3, 5):
+        messages = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(TALK[:turn])]
+        theirs = encode(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, enable_thinking=False))
+        spelled = tokenizer.decode(ours)
+        if not append_only:  # what the template would drop: each earlier turn's thinking
+            spelled = spelled.replace("<think>\n\n</think>\n\n", "", (turn - 1) // 2).replace("<think>\nThe mug.\n</think>\n\n", "")
+        assert spelled == tokenizer.decode(theirs) and (ours == theirs) == (append_only or turn == 1)
+        if turn < 5:
+            ours += encode(TALK[turn]) + [end_id] + later[0] + encode(TALK[turn + 1]) + later[1]
 
 
 def test_token_costs_by_hand():
