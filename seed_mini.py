@@ -573,21 +573,16 @@ def dry_run(cfg: Config) -> str:
 HALVED = "out of memory: {} halved"  # counter
 
 
-def halve(cfg: Config, name: str, counters: Counter) -> None:
-    """After out of memory: go on with half of rollout_batch or micro_tokens, for the rest of the run. Counted."""
-    if getattr(cfg, name) == 1:
-        raise RuntimeError(f"out of memory even with --{name} 1; see --dry_run, and lower --max_context or take a smaller model.")
-    setattr(cfg, name, getattr(cfg, name) // 2)
-    counters[HALVED.format(name)] += 1
-    torch.cuda.empty_cache()
-
-
 def retry_smaller(cfg: Config, name: str, counters: Counter, work):
-    """work(); as long as it runs out of memory, again with half of cfg.<name>. It must not mind being begun twice."""
+    """work(); if it runs out of memory, again with half of cfg.rollout_batch or cfg.micro_tokens (`name`), for the rest of the run. Counted."""
     while True:
         with contextlib.suppress(torch.OutOfMemoryError):
             return work()
-        halve(cfg, name, counters)  # out here, where the exception keeps no tensor alive
+        if getattr(cfg, name) == 1:  # out here, where the exception keeps no tensor alive
+            raise RuntimeError(f"out of memory even with --{name} 1; see --dry_run, and lower --max_context or take a smaller model.")
+        setattr(cfg, name, getattr(cfg, name) // 2)
+        counters[HALVED.format(name)] += 1
+        torch.cuda.empty_cache()
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -1582,7 +1577,8 @@ def write_report(run: Run) -> None:
 # ------------------------------------------------------------------------------------------------------------------
 def resolve(cfg: Config) -> Config:
     """Fill every None from the profile and the name from the method, so that config.json says what was really used."""
-    cfg = dataclasses.replace(cfg, model=choose_model(cfg)[0])
+    if cfg.model == "auto":  # main() has asked choose_model by now; a notebook means the tiny base, on any machine
+        cfg = dataclasses.replace(cfg, model="tiny")
     profile = cfg.profile
     if profile == "auto":
         small = cfg.model == "tiny"
@@ -1749,8 +1745,8 @@ def main(argv: list[str] | None = None) -> int:
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # a hub that cannot be reached: our one sentence, not its retries
     try:
         check_config(cfg)
-        notice = choose_model(cfg)[1]
-        cfg = resolve(cfg)
+        model, notice = choose_model(cfg)
+        cfg = resolve(dataclasses.replace(cfg, model=model))
         check_config(cfg)  # again: a given value may contradict a default
         torch.set_num_threads(cfg.threads)
         torch.use_deterministic_algorithms(True, warn_only=True)

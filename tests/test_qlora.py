@@ -435,7 +435,8 @@ def test_auto_says_what_it_takes_and_why(monkeypatch, card, device, model, word)
     monkeypatch.setattr(sm, "card_memory", lambda cfg: card if cfg.device != "cpu" else 0.0)
     name, line = sm.choose_model(sm.Config(device=device))
     assert name == model and word in line and "\n" not in line
-    cfg = sm.resolve(sm.Config(device=device))
+    cfg = sm.resolve(sm.Config(device=device, model=name))
+    assert sm.resolve(sm.Config(device=device)).model == "tiny"  # a notebook's default, on any machine
     assert (cfg.model, cfg.tune, cfg.profile) == ((sm.QWEN, "lora", "paper") if model == sm.QWEN else ("tiny", "full", "tiny"))
     assert sm.choose_model(sm.Config(model="tiny")) == ("tiny", "")
 
