@@ -346,6 +346,9 @@ def load_policy(cfg: Config, path: str, *, trainable: bool = True) -> Policy:
     for name in ("final_logit_softcapping", "logits_scaling", "logit_scale"):  # heads the chunked kernel does not model
         if getattr(model.config, name, None) not in (None, 1, 1.0):
             raise ValueError(f"{path!r} changes its logits by {name}; seed_mini scores hidden @ head.T / temperature only.")
+    if cfg.checkpointing and trainable:  # takes effect inside recomputing() only
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+        model.enable_input_require_grads()  # a frozen embedding: without it the first layer's input has no gradient
     model = _add_lora(cfg, model, adapter, trainable) if lora else model.to(device)
     model.requires_grad_(False) if not trainable else None
     end_id, first, later = chat_pieces(tokenizer)
@@ -403,9 +406,6 @@ def _add_lora(cfg: Config, model, adapter: Path | None, trainable: bool):
     for module in model.modules():  # bitsandbytes: on CPUs with AVX512-BF16 the first forward without gradient would repack the weights,
         if hasattr(module, "support_avx512bf16_for_cpu"):  # round their scales to bf16, and switch to a product that has no gradient
             module.support_avx512bf16_for_cpu = False
-    if cfg.checkpointing and trainable:
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
-        model.enable_input_require_grads()  # a frozen embedding: without it the first layer's input has no gradient
     if adapter is not None:
         _check_adapter(model, adapter)
         return PeftModel.from_pretrained(model, adapter, is_trainable=trainable)
@@ -500,9 +500,9 @@ def memory_plan(model, cfg: Config) -> dict[str, float]:
     Llama-like layers are assumed, and every episode as long as allowed. With checkpointing, activations are every layer's input and one layer in
     full. Not counted: the CUDA context and fragmentation.
     """
-    H, L, I, V = model.hidden_size, model.num_hidden_layers, model.intermediate_size, model.vocab_size
+    H, L, V, I = model.hidden_size, model.num_hidden_layers, model.vocab_size, getattr(model, "intermediate_size", None) or 4 * model.hidden_size
     head = getattr(model, "head_dim", None) or H // model.num_attention_heads
-    q, kv = head * model.num_attention_heads, head * model.num_key_value_heads
+    q, kv = head * model.num_attention_heads, head * (getattr(model, "num_key_value_heads", None) or model.num_attention_heads)
     lora, size = cfg.tune == "lora", 2 if cfg.tune == "lora" else 4
     shapes = [(H, q), (H, kv), (H, kv), (q, H), (H, I), (H, I), (I, H)]  # inputs, outputs of a layer's linear maps
     linear, vocab = L * sum(a * b for a, b in shapes), V * H * (1 if model.tie_word_embeddings else 2)

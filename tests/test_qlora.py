@@ -98,7 +98,7 @@ def grads(policy, sequences, temperature=1.0):
     policy.model.zero_grad()
     logp, mask, _ = sm.token_logp(policy, sequences, temperature)
     (logp * mask).sum().div(mask.sum()).backward()
-    return {name: p.grad.clone() for name, p in parts(policy, ".default.").items()}
+    return {name: p.grad.clone() for name, p in policy.model.named_parameters() if p.requires_grad}
 
 
 def bits(policy):
@@ -165,10 +165,12 @@ def test_nf4_gradients_are_those_of_the_dequantised_base(folder):
     assert same(bits(policy), before)
 
 
-def test_checkpointing_recomputes_in_training_only_and_changes_nothing(folder):
-    cfg, policy = loaded(folder)
-    _, kept = loaded(folder, checkpointing=False)
-    assert cfg.checkpointing and len(policy.recompute) == 2 and not kept.recompute
+@pytest.mark.parametrize("tune", ["lora", "full"])
+def test_checkpointing_recomputes_in_training_only_and_changes_nothing(folder, tune):
+    assert not config(folder, tune="full").checkpointing and config(folder).checkpointing  # the defaults
+    cfg, policy = loaded(folder, tune=tune, checkpointing=True)
+    _, kept = loaded(folder, tune=tune, checkpointing=False)
+    assert len(policy.recompute) == 2 and not kept.recompute
     for p in (policy, kept):
         stir(p)
     calls = Counter()
