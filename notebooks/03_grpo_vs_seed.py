@@ -142,7 +142,7 @@ def compare(a: np.ndarray, b: np.ndarray) -> dict:
     diff = 100 * (a.astype(float) - b)
     per_seed = diff.mean(1)
     mean, half = mean_half(per_seed)
-    boot = tuple(np.percentile(bootstrap(diff), [2.5, 97.5]))
+    boot = tuple(np.percentile(bootstrap(diff), [2.5, 97.5]).round(9) + 0.0)  # rounding noise must not leave out 0
     return dict(a=100 * a.mean(), b=100 * b.mean(), diff=mean, t=(mean - half, mean + half), boot=boot,
                 above=int((per_seed > 0).sum()), seeds=len(diff))
 
@@ -409,8 +409,9 @@ for arm, rows in live.items():
     for r in rows:
         results = ", ".join(f"{SPLITS[s]} {e['wins']}/{e['n']}" for s, e in r["eval"].items())
         print(f"      update {r['update']:2d}: {results}")
-print("\nSkills the policy wrote about its own episodes of the last update:")
-for quote in live["seed"][-1]["skills"]["quotes"]:
+written = live["seed"][-1]["skills"]
+print(f"\nThe policy's own skills of the last update ({written['status'].get('ok', 0)} of {written['n']} parse):")
+for quote in written["quotes"]:
     print(f"  {'won ' if quote['won'] else 'lost'} {json.dumps(quote['task'])}: {quote['skill']}")
 start = {arm: rows[0]["eval"]["valid_unseen"]["won"] for arm, rows in live.items()}
 first = {arm: next(v for r in rows for v in r["training"].get("success", [])) for arm, rows in live.items()}
