@@ -390,7 +390,8 @@ assert TRIAL or parsed > 0.5
 # arms really begin at the same point.
 
 # %%
-LIVE = dict(sft_tasks=40, sft_rollouts=4, updates=10, eval_every=5)
+LIVE = dict(sft_tasks=40, sft_rollouts=3, sft_batch=4, sft_epochs=5,  # few rows but 150 steps: skills must parse
+            updates=8, eval_every=8)
 if QUICK:
     LIVE = experiments.QUICK["settings"] | dict(sft_tasks=6, sft_epochs=1, updates=2, eval_games=6)
 began = time.perf_counter()
