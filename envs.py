@@ -106,14 +106,14 @@ def prompt_parts(task: str, observation: str, *, think: bool, admissible: list[s
 
 def parse_action(response: str) -> str:
     """The command in a response, "" if there is none: the content of the last <action> (its closing tag may be missing),
-    else the last non-empty line after </think>. Models decorate: quotes, backticks, bullets, a full stop and an "Action:"
+    else the last non-empty line after </think>. Models decorate: quotes, backticks, brackets, bullets, a full stop and an "Action:"
     prefix are dropped. Whether the command is admissible is the environment's business, not the parser's."""
     text = re.sub(r"<\|[^|>]*\|>", " ", response)                    # a chat template's control tokens, if decoded
     text = text.rpartition("</think>")[2]
     if "<think>" in text and "</action>" not in text:                 # cut off while still thinking: no command
         return ""
     tagged = re.findall(r"<action>(.*?)(?:</action>|$)", text, flags=re.DOTALL | re.IGNORECASE)
-    lines = [line.strip(" \t\"'`*>-.") for line in (tagged[-1] if tagged else text).splitlines()]
+    lines = [line.strip(" \t\"'`*>-.[]") for line in (tagged[-1] if tagged else text).splitlines()]
     last = next((line for line in reversed(lines) if line), "")
     last = re.sub(r"^(?:next |my )?(?:action|command)\W*:\W*", "", last, flags=re.IGNORECASE)
     return " ".join(last.lower().split())                             # every ALFWorld command is lower case

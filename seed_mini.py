@@ -22,13 +22,16 @@ vision, and the replay of the paper's other environments. The equations live in 
 """
 from __future__ import annotations
 
+import argparse
 import contextlib
 import copy
 import dataclasses
 import errno
 import fcntl
 import hashlib
+import itertools
 import json
+import logging
 import math
 import os
 import shutil
@@ -52,6 +55,7 @@ try:
     from safetensors import SafetensorError
     from safetensors.torch import load_file, save_file
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, HfArgumentParser
+    from transformers.modeling_layers import GradientCheckpointingLayer
 
     import losses
     import skills
@@ -63,6 +67,7 @@ except ImportError as error:
 
 HERE = Path(__file__).resolve().parent
 TINY = HERE / "notebooks" / "tiny_base"  # made by notebooks/00_tiny_base.ipynb
+QWEN = "Qwen/Qwen3-1.7B"                 # what --model auto takes where a card can hold it
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -80,13 +85,16 @@ def option(default, text, **kwargs):
 class Config:
     """Every option of a run. A default of None means: take it from the profile (see PROFILES) that fits the model."""
     env: str = option("alfworld", "The environment. Only 'alfworld' so far.")
-    model: str = option("tiny", "'tiny' (the shipped 1M-parameter base), a Hugging Face name such as Qwen/Qwen3-1.7B, or a checkpoint folder.")
+    model: str = option("auto", "'tiny' (the shipped 1M-parameter base), a Hugging Face name such as Qwen/Qwen3-1.7B, or a checkpoint folder. "
+                                "'auto': Qwen/Qwen3-1.7B in QLoRA on a CUDA card of 10 GB or more, otherwise 'tiny'.")
+    adapter: str = option("", "A LoRA adapter folder to put on the model, e.g. RUN/checkpoints/update-000150/policy.")
     method: str = option("seed", "'seed' (the paper's method) or 'grpo' (the same run without skills: the baseline).")
     name: str = option("", "Name of the run: everything is written to OUT/NAME. Default: the method's name.")
     out: str = option("runs", "Folder that holds the runs.")
     seed: int = option(0, "Seed of everything random. One seed, one run: bit for bit on a CPU with the same number of threads.")
     profile: str = option("auto", "'tiny' or 'paper': which column of defaults to use. 'auto': 'tiny' for models under 50M parameters.")
     # -- what to do
+    dry_run: bool = option(False, "Print where the memory would go, and the settings for 12, 16 and 24 GB cards, and stop. Nothing is loaded.")
     eval: bool = option(False, "Only evaluate the model (every game of each split in --eval-splits once) and stop.")
     resume: bool = option(False, "Continue OUT/NAME from its newest checkpoint; with the same options the result is the same as without the break.")
     overwrite: bool = option(False, "Delete OUT/NAME first if it exists. Without it, an existing run is never touched.")
@@ -142,12 +150,14 @@ class Config:
     save_every: int | None = option(None, "Write a checkpoint every so many updates (the last update always).")
     # -- the machine
     tune: str | None = option(None, "'full' fine-tuning or 'lora' adapters.")
+    checkpointing: bool | None = option(None, "Recompute activations in the backward pass instead of keeping them: far less memory, "
+                                              "about a third more training time. Default: with --tune lora.")
     no_4bit: bool = option(False, "Load the base in 16 bit instead of 4-bit NF4 (lora only): faster generation, about 2 GB more for 1.7B.")
     lora_rank: int = option(16, "Rank of the LoRA adapters.")
     device: str = option("auto", "'cpu', 'cuda', or 'auto'.")
     threads: int = option(2, "CPU threads of torch. Results are bit-identical only for the same number.")
-    rollout_batch: int | None = option(None, "Episodes generated at once (they share one KV cache).")
-    micro_tokens: int | None = option(None, "Most padded tokens in one forward pass of scoring or training.")
+    rollout_batch: int | None = option(None, "Episodes generated at once (they share one KV cache). Default on a card: what fits (--dry_run).")
+    micro_tokens: int | None = option(None, "Most padded tokens in one forward pass of scoring or training. Default on a card: what fits.")
     debug: bool = option(False, "Show the traceback of an error instead of one sentence.")
 
 
@@ -156,7 +166,7 @@ class Config:
 PROFILES = {
     "tiny": dict(max_steps=20, think=False, show_admissible=False, max_response=12, max_context=800, max_analysis=96,
                  sft_tasks=90, sft_rollouts=8, sft_epochs=3, sft_lr=8e-4, sft_batch=16, sft_anchor=2.0,
-                 updates=50, tasks_per_update=8, group_size=6, minibatches=2, lr=4e-4, kl_coef=0.02, lambda_opd=0.3,
+                 updates=40, tasks_per_update=8, group_size=6, minibatches=2, lr=2e-4, kl_coef=0.02, lambda_opd=0.3,
                  invalid_penalty=0.0, eval_every=10, save_every=5, tune="full", rollout_batch=64, micro_tokens=8192),
     "paper": dict(max_steps=30, think=True, show_admissible=True, max_response=512, max_context=8192, max_analysis=512,
                   sft_tasks=180, sft_rollouts=8, sft_epochs=3, sft_lr=1e-4, sft_batch=8, sft_anchor=0.0,
@@ -194,6 +204,9 @@ def check_config(cfg: Config) -> None:
     need(cfg.device != "cuda" or torch.cuda.is_available(), "--device cuda: this torch sees no CUDA card; use --device cpu.")
     need(not (cfg.method == "grpo" and (cfg.no_opd or cfg.static_skills or cfg.shuffle_skills)),
          "--no_opd, --static_skills and --shuffle_skills are ablations of --method seed; with --method grpo there are no skills to change.")
+    need(not (cfg.adapter and cfg.tune == "full"), "--adapter is a LoRA adapter, so it cannot go with --tune full.")
+    need(not (cfg.adapter and cfg.sft_from), "--adapter and --sft_from exclude each other: both say where the adapter starts.")
+    need(not (cfg.adapter and (Path(cfg.model) / "adapter_config.json").exists()), "--adapter needs a base as --model, not another adapter.")
     need(not (cfg.static_skills and cfg.shuffle_skills), "--static_skills and --shuffle_skills exclude each other.")
     need(not (cfg.no_sft and cfg.sft_from), "--no_sft and --sft_from exclude each other.")
     need(not (cfg.static_skills and cfg.no_sft), "--static_skills takes its skills from Stage 1, so it cannot go with --no_sft.")
@@ -231,6 +244,9 @@ class Policy:
     later: tuple[list[int], list[int]]
     reference: torch.nn.Module | None = None  # full fine-tuning: a frozen copy; LoRA: None, an adapter named "reference"
     control_words: list[str] = field(default_factory=list)
+    recompute: list[torch.nn.Module] = field(default_factory=list)  # layers whose activations are recomputed in backward
+    loss_scale: float = 1.0                   # 1: off. fp16 gradients underflow without it (see optimizer_step)
+    clean_steps: int = 0                      # optimizer steps since the scale last changed
 
     def encode(self, text: str) -> list[int]:
         """Token ids of text that is DATA: no control token can come out, whatever the text spells.
@@ -297,20 +313,47 @@ def chat_pieces(tokenizer) -> tuple[int, tuple[list[int], list[int]], tuple[list
     return glue[0], (ids(before), ids(after)), (glue[1:], ids(last))
 
 
+def model_config(path: str):
+    """A model's config.json (folder or hub name), without its weights. Raises ValueError in one sentence."""
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        if "couldn't connect" in reason:
+            raise ValueError(f"the Hugging Face hub cannot be reached and {path!r} is not in its cache; download it where there is a network "
+                             f"('hf download {path}'), give --model a folder, or use --model tiny.") from error
+        raise ValueError(f"cannot load the model {path!r}: {reason}") from error
+
+
+def compute_dtype(device: torch.device, lora: bool) -> torch.dtype:
+    """fp32 on a CPU and for full fine-tuning (AdamW loses its small steps in 16 bit); under adapters bf16, or fp16 where a card has no bf16."""
+    if device.type == "cpu" or not lora:
+        return torch.float32
+    return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+
+
 def load_policy(cfg: Config, path: str, *, trainable: bool = True) -> Policy:
-    """Load a base model (any causal LM with a chat template) ready for `cfg.tune`. Raises ValueError in one sentence."""
+    """Load a base model (any causal LM with a chat template), or an adapter folder with its base, ready for `cfg.tune`.
+
+    Raises ValueError in one sentence.
+    """
     device = torch.device("cuda" if cfg.device == "auto" and torch.cuda.is_available() else "cpu" if cfg.device == "auto" else cfg.device)
     path = str(TINY) if path == "tiny" else path
-    adapter = Path(path) / "adapter_config.json"
-    base = json.loads(adapter.read_text())["base_model_name_or_path"] if adapter.exists() else path
-    lora = cfg.tune == "lora" or adapter.exists()
+    adapter = Path(path) if (Path(path) / "adapter_config.json").exists() else Path(cfg.adapter) if cfg.adapter else None
+    made_for = adapter_config(adapter)["base_model_name_or_path"] if adapter else ""
+    base = made_for if adapter == Path(path) else path
+    lora = cfg.tune == "lora" or adapter is not None
+    config, dtype = model_config(base), compute_dtype(device, lora)
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit and cfg.max_context + cfg.max_analysis > limit:  # the analyzer reads an episode and writes behind it
+        raise ValueError(f"--max_context {cfg.max_context} plus --max_analysis {cfg.max_analysis} exceeds the {limit} positions of {base!r}.")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        kwargs = dict(dtype=torch.float32 if device.type == "cpu" or not lora else torch.bfloat16)
+        tokenizer = AutoTokenizer.from_pretrained(adapter if adapter and (adapter / "tokenizer_config.json").exists() else base)
+        kwargs = dict(dtype=dtype)
         if lora and not cfg.no_4bit:
             from transformers import BitsAndBytesConfig
             kwargs["quantization_config"] = BitsAndBytesConfig(
-                load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=kwargs["dtype"])
+                load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype)
             kwargs["device_map"] = {"": device}
         model = AutoModelForCausalLM.from_pretrained(base, **kwargs)
         if not hasattr(model, "model") or model.get_output_embeddings() is None:
@@ -320,53 +363,243 @@ def load_policy(cfg: Config, path: str, *, trainable: bool = True) -> Policy:
     for name in ("final_logit_softcapping", "logits_scaling", "logit_scale"):  # heads the chunked kernel does not model
         if getattr(model.config, name, None) not in (None, 1, 1.0):
             raise ValueError(f"{path!r} changes its logits by {name}; seed_mini scores hidden @ head.T / temperature only.")
-    if lora:
-        model = _add_lora(cfg, model, adapter.parent if adapter.exists() else None, trainable)
-    else:
-        model.to(device)
+    if cfg.checkpointing and trainable:  # takes effect inside recomputing() only
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+        model.enable_input_require_grads()  # a frozen embedding: without it the first layer's input has no gradient
+    model = _add_lora(cfg, model, adapter, trainable) if lora else model.to(device)
     model.requires_grad_(False) if not trainable else None
     end_id, first, later = chat_pieces(tokenizer)
     words = [t.content for t in tokenizer.added_tokens_decoder.values() if not t.special and len(t.content) > 1]  # "\n" is no control token
-    return Policy(model.eval(), tokenizer, device, end_id, first, later, control_words=words)
+    policy = Policy(model.eval(), tokenizer, device, end_id, first, later, control_words=words)
+    if cfg.checkpointing and trainable:
+        policy.recompute = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    if dtype == torch.float16:
+        saved = adapter / "seed_mini.json" if adapter else None
+        policy.loss_scale = json.loads(saved.read_text())["loss_scale"] if saved and saved.exists() else 2.0 ** 14
+    return policy
+
+
+def adapter_config(folder: Path) -> dict:
+    """adapter_config.json of a PEFT folder. Raises ValueError in one sentence."""
+    try:
+        return json.loads((folder / "adapter_config.json").read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(f"{str(folder)!r} is not a LoRA adapter folder: its adapter_config.json is missing or broken.") from error
+
+
+def base_check(model) -> list[float]:
+    """A few numbers of the base's embedding, saved with an adapter: names and folders of a base change, its weights do not."""
+    return model.get_input_embeddings().weight[:4, :4].float().flatten().tolist()
+
+
+def _check_adapter(model, folder: Path) -> None:
+    """Refuse, with the reason, an adapter that belongs to another base or that would not do here what it was trained to do. Raises ValueError."""
+    from peft import PeftConfig
+    from peft.tuners.tuners_utils import check_target_module_exists
+    from safetensors import safe_open
+    config, check, modules = PeftConfig.from_pretrained(folder), folder / "seed_mini.json", dict(model.named_modules())
+    if config.peft_type != "LORA":
+        raise ValueError(f"the adapter {str(folder)!r} is of type {config.peft_type}; seed_mini knows LoRA only.")
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    tied = head.weight is embedding.weight
+    for name in [n for n, m in modules.items() if m is head or (tied and m is embedding)]:
+        if check_target_module_exists(config, name) or any(name.endswith(part) for part in config.modules_to_save or ()):
+            raise ValueError(f"the adapter {str(folder)!r} changes {name}: " + (
+                "head and embedding are one tied matrix in this model, and an adapter on one silently changes or misses the other."
+                if tied else "log-probs are computed from the frozen head, so it would have no effect."))
+    with safe_open(folder / "adapter_model.safetensors", "pt") as f:
+        layers = {name.removeprefix("base_model.model.").partition(".lora_")[0] for name in f.keys()}
+    other = check.exists() and not np.allclose(json.loads(check.read_text())["base_check"], base_check(model), rtol=0.01, atol=1e-5)
+    if other or not layers <= modules.keys():
+        raise ValueError(f"the adapter {str(folder)!r} was made for {config.base_model_name_or_path!r} and does not fit {model.name_or_path!r}.")
 
 
 def _add_lora(cfg: Config, model, adapter: Path | None, trainable: bool):
-    """LoRA on every linear layer but the head. A tied head is the embedding: an adapter there would change both, so it is left alone."""
+    """LoRA on every linear layer but the head. A tied head is the embedding: an adapter there would change both, so it is left alone.
+
+    peft's prepare_model_for_kbit_training is not called: it would turn embedding and head to fp32 (twice 0.6 GB for Qwen3-1.7B).
+    """
     from peft import LoraConfig, PeftModel, get_peft_model
+    for module in model.modules():  # bitsandbytes: on CPUs with AVX512-BF16 the first forward without gradient would repack the weights,
+        if hasattr(module, "support_avx512bf16_for_cpu"):  # round their scales to bf16, and switch to a product that has no gradient
+            module.support_avx512bf16_for_cpu = False
     if adapter is not None:
+        _check_adapter(model, adapter)
         return PeftModel.from_pretrained(model, adapter, is_trainable=trainable)
     with torch.random.fork_rng():  # peft draws the A matrices from torch's global generator
         torch.manual_seed(cfg.seed)
         return get_peft_model(model, LoraConfig(r=cfg.lora_rank, lora_alpha=2 * cfg.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM"))
 
 
-def freeze_reference(policy: Policy) -> None:
-    """The current weights become the reference policy of the KL term (the paper: the checkpoint RL starts from)."""
-    if hasattr(policy.model, "peft_config"):
-        policy.reference = None
-        from peft import get_peft_model_state_dict, set_peft_model_state_dict
-        if "reference" not in policy.model.peft_config:
-            policy.model.add_adapter("reference", copy.deepcopy(policy.model.peft_config["default"]))
-        set_peft_model_state_dict(policy.model, get_peft_model_state_dict(policy.model, adapter_name="default"), adapter_name="reference")
-        policy.model.set_adapter("default")
-        for name, p in policy.model.named_parameters():
-            if ".reference." in name:
-                p.requires_grad_(False)
-    else:
+def is_lora(policy: Policy) -> bool:
+    """Whether adapters are trained rather than the weights themselves."""
+    return hasattr(policy.model, "peft_config")
+
+
+def freeze_reference(policy: Policy, adapter: Path | None = None) -> None:
+    """The current weights (LoRA: or a saved adapter) become the reference policy of the KL term (the paper: the checkpoint RL starts from).
+
+    LoRA keeps ONE set of base weights: the reference is a second, frozen adapter; or, if that adapter is still zero, the base with adapters off.
+    """
+    if not is_lora(policy):
         policy.reference = copy.deepcopy(policy.model).requires_grad_(False).eval()
+        return
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+    model = policy.model
+    state = load_file(adapter / "adapter_model.safetensors") if adapter else get_peft_model_state_dict(model, adapter_name="default")
+    if "reference" in model.peft_config:
+        model.delete_adapter("reference")
+    if any(x.any() for name, x in state.items() if ".lora_B." in name):
+        with torch.random.fork_rng():  # the random start is overwritten
+            model.add_adapter("reference", copy.deepcopy(model.peft_config["default"]))
+        set_peft_model_state_dict(model, {name: x.clone() for name, x in state.items()}, adapter_name="reference")
+        model.set_requires_grad("reference", False)
+    model.set_adapter("default")
 
 
 @contextlib.contextmanager
 def reference_of(policy: Policy):
-    """`with reference_of(policy) as reference:` the same policy with the reference weights (a frozen copy, or the frozen adapter)."""
+    """`with reference_of(policy) as reference:` the same policy with the reference weights (a frozen copy, a frozen adapter, or no adapter)."""
     if policy.reference is not None:
         yield dataclasses.replace(policy, model=policy.reference)
-        return
-    policy.model.set_adapter("reference")
+    elif "reference" not in policy.model.peft_config:
+        with policy.model.disable_adapter():
+            yield policy
+    else:
+        policy.model.set_adapter("reference", inference_mode=True)
+        try:
+            yield policy
+        finally:
+            policy.model.set_adapter("default")
+
+
+@contextlib.contextmanager
+def recomputing(policy: Policy):
+    """Inside, a forward pass with gradient keeps only each layer's input (activation checkpointing); never in generation or evaluation.
+
+    Transformers asks a layer's `training` flag. Only that flag is set, so the model itself stays in eval mode: no dropout, ratio 1.
+    """
+    on = torch.is_grad_enabled()
+    for layer in policy.recompute:
+        layer.training = on
     try:
-        yield policy
+        yield
     finally:
-        policy.model.set_adapter("default")
+        for layer in policy.recompute:
+            layer.training = False
+
+
+# How much memory that takes. All of it follows from config.json, so it can be said before anything is loaded. GB = 1e9 bytes.
+QWEN_CONFIG = dict(num_hidden_layers=28, hidden_size=2048, num_attention_heads=16, num_key_value_heads=8, head_dim=128, intermediate_size=6144,
+                   vocab_size=151936, tie_word_embeddings=True)  # as published, for --dry_run without a network
+PREFILL = {"cpu": 1 << 18, "cuda": 8192}  # padded tokens of one forward pass in generation; long prompts go in pieces
+
+
+def card_memory(cfg: Config) -> float:
+    """Memory of the CUDA card this run would use, in GB; 0.0 without one."""
+    return torch.cuda.get_device_properties(0).total_memory / 1e9 if cfg.device != "cpu" and torch.cuda.is_available() else 0.0
+
+
+def choose_model(cfg: Config) -> tuple[str, str]:
+    """What --model auto means on this machine, and one line that says so ("" if the user chose)."""
+    if cfg.model != "auto":
+        return cfg.model, ""
+    card = card_memory(cfg)
+    if card >= 10:
+        return QWEN, f"model: {QWEN} in QLoRA, because the CUDA card has {card:.0f} GB (--model tiny takes the shipped 1M-parameter base instead)"
+    why = f"the CUDA card has only {card:.0f} of 10 GB" if card else "no CUDA card is used"
+    return "tiny", f"model: the shipped tiny base, because {why} (--model {QWEN}, or any causal LM with a chat template, takes that instead)"
+
+
+def memory_plan(model, cfg: Config) -> dict[str, float]:
+    """Bytes on the card by use, from a model's config (attributes as in QWEN_CONFIG) and the run's settings; the two peaks come last.
+
+    Llama-like layers are assumed, and every episode as long as allowed. With checkpointing, activations are every layer's input and one layer in
+    full. Not counted: the CUDA context and fragmentation.
+    """
+    H, L, V, I = model.hidden_size, model.num_hidden_layers, model.vocab_size, getattr(model, "intermediate_size", None) or 4 * model.hidden_size
+    head = getattr(model, "head_dim", None) or H // model.num_attention_heads
+    q, kv = head * model.num_attention_heads, head * (getattr(model, "num_key_value_heads", None) or model.num_attention_heads)
+    lora, size = cfg.tune == "lora", 2 if cfg.tune == "lora" else 4
+    shapes = [(H, q), (H, kv), (H, kv), (q, H), (H, I), (H, I), (I, H)]  # inputs, outputs of a layer's linear maps
+    linear, vocab = L * sum(a * b for a, b in shapes), V * H * (1 if model.tie_word_embeddings else 2)
+    nf4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes: 4 bits, an 8-bit scale per 64 weights, a 32-bit scale per 256 scales
+    trained = L * cfg.lora_rank * sum(a + b for a, b in shapes) if lora else linear + vocab
+    positions, tokens = cfg.max_context + cfg.max_analysis, max(cfg.micro_tokens, cfg.max_context + cfg.max_analysis)  # one episode is never cut
+    # Bytes autograd keeps per token of a layer: norms, q/k norms, attention, gated MLP; then each adapter's own fp32 copy of its input
+    # (full: the linear maps' inputs). `scratch`: temporary numbers around the MLP, forward or backward.
+    layer = 8 * H + (4 + 2 * size) * (q + kv) + 3 * size * I + (4 * (5 * H + q + I) + 28 * cfg.lora_rank if lora else size * (4 * H + I))
+    scratch = (4 + 3 * size) * I + (4 + 2 * size) * H
+    kept = L * H * size + layer if cfg.checkpointing else L * layer
+    plan = dict(weights=vocab * size + linear * (nf4 if lora and not cfg.no_4bit else size),
+                adapter=4.0 * trained * (1 if cfg.no_sft else 2) if lora else 0.0, reference=0.0 if lora else 4.0 * trained,
+                optimizer=8.0 * trained, gradients=8.0 * trained,  # fp32; the RL and the OPD part are taken apart
+                kv_cache=2.0 * L * kv * size * cfg.rollout_batch * positions, activations=float(tokens * (kept + scratch)),
+                logits_chunk=float(losses.SCRATCH_BUDGET["cuda"]))
+    # Generation: one layer's cache is copied as it grows and repeated for all heads; the first prompts, in pieces; the sampler's distributions.
+    working = (2.0 * (kv + q) * size * positions + V * (size + 24)) * cfg.rollout_batch + PREFILL["cuda"] * scratch
+    always = plan["weights"] + plan["adapter"] + plan["reference"] + plan["optimizer"]
+    return plan | dict(generation=working, peak_rollout=always + plan["kv_cache"] + working,
+                       peak_training=always + plan["gradients"] + plan["activations"] + plan["logits_chunk"])
+
+
+def measured_peak(policy: Policy, cfg: Config, rolls: list["Rollout"]) -> dict[str, float]:
+    """GB at the update's peak, measured and predicted for the lengths that these rollouts had."""
+    lengths = [len(r.ids) for r in rolls]
+    now = dataclasses.replace(cfg, max_context=max(lengths), micro_tokens=min(cfg.micro_tokens, sum(lengths)),
+                              rollout_batch=min(cfg.rollout_batch, len(rolls)))
+    plan = memory_plan(policy.model.config, now)
+    return dict(peak_gb=torch.cuda.max_memory_allocated() / 1e9, predicted_peak_gb=max(plan["peak_rollout"], plan["peak_training"]) / 1e9)
+
+
+def fit(model, cfg: Config, card: float) -> dict[str, int]:
+    """The largest rollout_batch and micro_tokens whose peaks leave a tenth of `card` GB free; the smallest ones if nothing fits."""
+    batches, tokens, best = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64), (2048, 4096, 8192), {}
+    for name, values, peak in (("rollout_batch", batches, "peak_rollout"), ("micro_tokens", tokens, "peak_training")):
+        trial = dict(rollout_batch=batches[0], micro_tokens=tokens[0])
+        fits = [v for v in values if memory_plan(model, dataclasses.replace(cfg, **trial | {name: v}))[peak] < 0.9e9 * card]
+        best[name] = max(fits, default=values[0])
+    return best
+
+
+def plan_config(cfg: Config):
+    """The config that memory_plan needs, of --model or of an adapter's base; Qwen3-1.7B's is known without a network."""
+    path = str(TINY) if cfg.model == "tiny" else cfg.model
+    path = adapter_config(Path(path))["base_model_name_or_path"] if (Path(path) / "adapter_config.json").exists() else path
+    return argparse.Namespace(**QWEN_CONFIG) if path == QWEN else model_config(path)
+
+
+def dry_run(cfg: Config) -> str:
+    """The memory plan as a table, against the card found, and what would be chosen for other cards."""
+    model = plan_config(cfg)
+    plan, card = memory_plan(model, cfg), card_memory(cfg)
+    kind = "full fine-tuning" if cfg.tune == "full" else "LoRA" if cfg.no_4bit else "QLoRA"
+    lines = [f"{cfg.model}, {kind}: episodes of up to {cfg.max_context} tokens, {cfg.rollout_batch} at once, micro-batches of {cfg.micro_tokens}"]
+    lines += [f"    {name.replace('_', ' '):14s} {size / 1e9:7.2f} GB" for name, size in plan.items()]
+    need = max(plan["peak_rollout"], plan["peak_training"]) / 1e9
+    lines += [f"card: {card:.1f} GB, {'fits' if need < 0.9 * card else 'does NOT fit (a tenth stays free)'}" if card else "card: none found"]
+    for gb in (12, 16, 24):
+        best = fit(model, cfg, gb)
+        peaks = memory_plan(model, dataclasses.replace(cfg, **best))
+        need = max(peaks["peak_rollout"], peaks["peak_training"]) / 1e9
+        text = f"--rollout_batch {best['rollout_batch']} --micro_tokens {best['micro_tokens']} (peak {need:.1f} GB)"
+        lines.append(f"{gb} GB card: " + (text if need < 0.9 * gb else f"does not fit, needs {need:.1f} GB; lower --max_context, or a smaller model"))
+    return "\n".join(lines + ["Predicted from config.json; not yet measured on a GPU."])
+
+
+HALVED = "out of memory: {} halved"  # counter
+
+
+def retry_smaller(cfg: Config, name: str, counters: Counter, work):
+    """work(); if it runs out of memory, again with half of cfg.rollout_batch or cfg.micro_tokens (`name`), for the rest of the run. Counted."""
+    while True:
+        with contextlib.suppress(torch.OutOfMemoryError):
+            return work()
+        if getattr(cfg, name) == 1:  # out here, where the exception keeps no tensor alive
+            raise RuntimeError(f"out of memory even with --{name} 1; see --dry_run, and lower --max_context or take a smaller model.")
+        setattr(cfg, name, getattr(cfg, name) // 2)
+        counters[HALVED.format(name)] += 1
+        torch.cuda.empty_cache()
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -389,7 +622,12 @@ class KVBatch:
     def feed(self, chunks: list[list[int]]) -> torch.Tensor:
         """Append one chunk of ids per row (may be empty); return the hidden state after each row's last new token, [B, H]."""
         device, sizes = self.policy.device, torch.tensor([len(c) for c in chunks])
-        width = int(sizes.max())
+        width, most = int(sizes.max()), max(1, PREFILL[self.policy.device.type] // len(chunks))
+        if width > most:  # a row's answer is that of its last piece
+            for start in range(0, width, most):
+                hidden = self.feed([c[start:start + most] for c in chunks])
+                last = hidden if start == 0 else torch.where((sizes > start).to(device)[:, None], hidden, last)
+            return last
         ids = torch.tensor([c + [0] * (width - len(c)) for c in chunks], device=device)  # [B, C]
         sizes = sizes.to(device)
         column = torch.arange(width, device=device)
@@ -535,32 +773,68 @@ def rollout(policy: Policy, pool: envs.EnvPool, games: list[envs.Game], cfg: Con
     rngs holds one generator per episode, so an episode's random numbers do not depend on its neighbours in the batch.
     """
     rolls, counters, before = [], Counter(), Counter(pool.counters)
-    for first in range(0, len(games), cfg.rollout_batch):
-        batch = games[first:first + cfg.rollout_batch]
-        part, chunks = [], {}
-        for i, (game, (observation, info)) in enumerate(zip(batch, pool.reset(batch))):
-            roll = start_rollout(policy, cfg, game, observation, info, skill_texts[first + i] if skill_texts else "")
-            roll.episode.end = info.get("end", "" if len(roll.ids) + cfg.max_response < cfg.max_context else "context limit")
-            if roll.episode.end:  # over before it began: no step, no sampled token, counted
-                counters[f"ended: {roll.episode.end}"] += 1
-            else:
-                chunks[i] = roll.ids
-            part.append(roll)
-        alive = sorted(chunks)
-        kv = KVBatch(policy, len(alive)) if alive else None
-        while alive:
-            hidden = kv.feed([chunks[i] for i in alive])
-            new, logps = generate_turn(kv, hidden, [rngs[first + i] for i in alive], temperature, cfg.max_response)
-            results = pool.step({i: envs.parse_action(policy.decode(ids)) for i, ids in zip(alive, new)})
-            chunks = {i: take_turn(policy, cfg, part[i], ids, lp, results[i], counters) for i, ids, lp in zip(alive, new, logps)}
-            rows = [row for row, i in enumerate(alive) if chunks[i]]
-            alive = [alive[row] for row in rows]
-            if alive:
-                kv.keep(rows)
+    while len(rolls) < len(games):
+        luck = [r.bit_generator.state for r in rngs[len(rolls):len(rolls) + cfg.rollout_batch]]
+
+        def play():
+            at = slice(len(rolls), len(rolls) + cfg.rollout_batch)
+            for r, state in zip(rngs[at], luck):  # a second try has the same luck
+                r.bit_generator.state = state
+            return _play(policy, pool, games[at], cfg, rngs[at], temperature, (skill_texts or [""] * len(games))[at])
+
+        part, more = retry_smaller(cfg, "rollout_batch", counters, play)
         rolls += part
+        counters += more
     if rolls and all(r.episode.end == "context limit" and not r.episode.steps for r in rolls):
         raise RuntimeError(f"no game can begin: the first prompt alone needs more than --max_context {cfg.max_context} minus --max_response {cfg.max_response}.")
     return rolls, counters + (Counter(pool.counters) - before)  # + also drops the zeros
+
+
+def _play(policy: Policy, pool: envs.EnvPool, games: list[envs.Game], cfg: Config, rngs: list[np.random.Generator], temperature: float,
+          skill_texts: list[str]) -> tuple[list[Rollout], Counter]:
+    """One batch of episodes from reset to end, in one KV cache."""
+    rolls, chunks, counters = [], {}, Counter()
+    for i, (game, (observation, info)) in enumerate(zip(games, pool.reset(games))):
+        roll = start_rollout(policy, cfg, game, observation, info, skill_texts[i])
+        roll.episode.end = info.get("end", "" if len(roll.ids) + cfg.max_response < cfg.max_context else "context limit")
+        if roll.episode.end:  # over before it began: no step, no sampled token, counted
+            counters[f"ended: {roll.episode.end}"] += 1
+        else:
+            chunks[i] = roll.ids
+        rolls.append(roll)
+    alive = sorted(chunks)
+    kv = KVBatch(policy, len(alive)) if alive else None
+    while alive:
+        hidden = kv.feed([chunks[i] for i in alive])
+        new, logps = generate_turn(kv, hidden, [rngs[i] for i in alive], temperature, cfg.max_response)
+        results = pool.step({i: envs.parse_action(policy.decode(ids)) for i, ids in zip(alive, new)})
+        chunks = {i: take_turn(policy, cfg, rolls[i], ids, lp, results[i], counters) for i, ids, lp in zip(alive, new, logps)}
+        rows = [row for row, i in enumerate(alive) if chunks[i]]
+        alive = [alive[row] for row in rows]
+        if alive:
+            kv.keep(rows)
+    return rolls, counters
+
+
+def token_costs(policy: Policy, cfg: Config, roll: Rollout, window: int = 5) -> tuple[int, int]:
+    """Tokens one pass over the same episode takes with one prompt per step (the paper), and tokens of our transcript that list admissible commands.
+
+    A step there = role, task and instruction + the last `window` pairs of observation and command + this turn's text + the response. The
+    transcript takes len(roll.ids), each token once. Without that format's numbering words, so the comparison flatters it.
+    """
+    def size(text):
+        return len(policy.encode(text))
+
+    runs = [len(list(group)) for _, group in itertools.groupby(roll.sampled)]  # prompt, response, turn, response, ...
+    fixed = len(policy.user_turn([])) + sum(map(size, envs.prompt_parts(roll.episode.task, "", think=cfg.think)))
+    glue = len(policy.later[0] + policy.later[1])
+    per_step = listed = 0
+    past = [(size(step.observation), size(step.action)) for step in roll.episode.steps]
+    for t, (seen, _) in enumerate(past):
+        now = runs[2 * t] - (glue if t else fixed)  # this turn's text
+        per_step += fixed + sum(map(sum, past[max(0, t - window):t])) + now + runs[2 * t + 1]
+        listed += max(0, now - seen) if cfg.show_admissible else 0
+    return per_step, listed
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -599,7 +873,8 @@ def response_hidden(policy: Policy, sequences: list[Sequence]) -> tuple[torch.Te
     """
     width = max(len(ids) for ids, _ in sequences)
     ids = torch.tensor([s + [0] * (width - len(s)) for s, _ in sequences], device=policy.device)  # [B, T]
-    hidden = policy.backbone(input_ids=ids, use_cache=False).last_hidden_state  # [B, T, H]; right padding: causal attention never sees it
+    with recomputing(policy):
+        hidden = policy.backbone(input_ids=ids, use_cache=False).last_hidden_state  # [B, T, H]; right padding: causal attention never sees it
     row, column = torch.tensor([(b, t) for b, (_, m) in enumerate(sequences) for t, on in enumerate(m) if on],
                                dtype=torch.long, device=policy.device).reshape(-1, 2).T
     rank = torch.tensor([k for _, m in sequences for k in range(sum(m))], dtype=torch.long, device=policy.device)
@@ -680,6 +955,30 @@ def make_optimizer(policy: Policy, lr: float, weight_decay: float) -> torch.opti
     return torch.optim.AdamW([p for p in policy.model.parameters() if p.requires_grad], lr=lr, weight_decay=weight_decay)
 
 
+SKIPPED, SCALED = "optimizer steps skipped: gradient not finite", "optimizer steps skipped: fp16 loss scale halved"  # counters
+
+
+def optimizer_step(policy: Policy, cfg: Config, optimizer: torch.optim.Optimizer) -> tuple[float, str]:
+    """Undo the loss scale, clip, step. Returns the gradient norm before clipping, and the counter of why the step was skipped ("": it was not).
+
+    The loss scale serves fp16 alone: it halves when a gradient overflows and doubles after 200 clean steps. Elsewhere it is 1 and stays 1.
+    """
+    params = optimizer.param_groups[0]["params"]
+    if policy.loss_scale != 1:
+        torch._foreach_div_([p.grad for p in params if p.grad is not None], policy.loss_scale)
+    norm, skipped = float(torch.nn.utils.clip_grad_norm_(params, cfg.max_grad_norm)), ""
+    if math.isfinite(norm):
+        optimizer.step()
+        policy.clean_steps += 1
+        if policy.loss_scale != 1 and policy.clean_steps % 200 == 0:
+            policy.loss_scale *= 2
+    else:  # such a step would turn every weight into NaN
+        skipped = SCALED if policy.loss_scale > 2 else SKIPPED
+        policy.loss_scale, policy.clean_steps = policy.loss_scale / 2 if skipped == SCALED else policy.loss_scale, 0
+    optimizer.zero_grad(set_to_none=True)
+    return norm, skipped
+
+
 def cosine(step: int, steps: int) -> float:
     """Learning-rate factor of Stage 1: 10% linear warm-up, then a half cosine to 0."""
     warm = max(1, steps // 10)
@@ -689,38 +988,40 @@ def cosine(step: int, steps: int) -> float:
 def sft(policy: Policy, cfg: Config, sequences: list[Sequence], acting: list[Sequence], log) -> None:
     """Train the policy to write skills: token mean of -log p(response) per batch, plus the optional anchor on `acting` transcripts."""
     optimizer = make_optimizer(policy, cfg.sft_lr, cfg.weight_decay)
-    params = optimizer.param_groups[0]["params"]
-    steps = cfg.sft_epochs * math.ceil(len(sequences) / cfg.sft_batch)
-    anchored, skipped = cfg.sft_anchor > 0 and len(acting) > 0, 0
+    steps, skips, in_a_row = cfg.sft_epochs * math.ceil(len(sequences) / cfg.sft_batch), Counter(), 0
+    anchored = cfg.sft_anchor > 0 and len(acting) > 0
     for step in range(steps):
         epoch, at = divmod(step * cfg.sft_batch, math.ceil(len(sequences) / cfg.sft_batch) * cfg.sft_batch)
         order = counted_rng(cfg.seed, "sft order", epoch).permutation(len(sequences))
         batch = [sequences[i] for i in order[at:at + cfg.sft_batch]]
         tokens = sum(sum(m) for _, m in batch)
         optimizer.param_groups[0]["lr"] = cfg.sft_lr * cosine(step, steps)
-        total, anchor = 0.0, torch.zeros(())
-        for rows in micro_batches(batch, cfg.micro_tokens):
-            logp, mask, _ = token_logp(policy, [batch[i] for i in rows], 1.0)
-            loss = -(logp * mask).sum() / tokens
-            loss.backward()
-            total += loss.item()
+        anchor = torch.zeros(())
+
+        def gradients():
+            optimizer.zero_grad(set_to_none=True)
+            total = 0.0
+            for rows in micro_batches(batch, cfg.micro_tokens):
+                logp, mask, _ = token_logp(policy, [batch[i] for i in rows], 1.0)
+                loss = -(logp * mask).sum() / tokens
+                (policy.loss_scale * loss).backward()
+                total += loss.item()
+            return total
+
+        total = retry_smaller(cfg, "micro_tokens", skips, gradients)
         if anchored:
             picks = counted_rng(cfg.seed, "sft anchor", step).choice(len(acting), size=min(cfg.sft_batch, len(acting)), replace=False)
             anchor = anchor_kl(policy, [acting[i] for i in picks])
-            (cfg.sft_anchor * anchor).backward()
-        norm = torch.nn.utils.clip_grad_norm_(params, cfg.max_grad_norm)
-        skipped = 0 if math.isfinite(norm) else skipped + 1
-        if skipped > 3:
+            (policy.loss_scale * cfg.sft_anchor * anchor).backward()
+        norm, skipped = optimizer_step(policy, cfg, optimizer)
+        skips.update([skipped] if skipped else [])
+        in_a_row = in_a_row + 1 if skipped == SKIPPED else 0
+        if in_a_row > 3:
             raise RuntimeError("Stage 1: four steps in a row had gradients that are not finite. Start again with a lower --sft_lr.")
-        if not skipped:
-            optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        if skipped:
-            log(dict(stage="sft", step=step + 1, steps=steps, loss=total, anchor_kl=anchor.item(), grad_norm=float(norm),
-                     learning_rate=optimizer.param_groups[0]["lr"], counters={SKIPPED: 1}))
-        elif step % 10 == 0 or step == steps - 1:
-            log(dict(stage="sft", step=step + 1, steps=steps, loss=total, anchor_kl=anchor.item(), grad_norm=float(norm),
-                     learning_rate=optimizer.param_groups[0]["lr"]))
+        if skips or step % 10 == 0 or step == steps - 1:
+            log(dict(stage="sft", step=step + 1, steps=steps, loss=total, anchor_kl=anchor.item(), grad_norm=norm,
+                     learning_rate=optimizer.param_groups[0]["lr"], **(dict(counters=dict(skips)) if skips else {})))
+            skips.clear()
 
 
 def stage1(policy: Policy, pool: envs.EnvPool, games: list[envs.Game], cfg: Config, run: "Run") -> None:
@@ -776,7 +1077,8 @@ def analyze_own(policy: Policy, cfg: Config, rolls: list[Rollout], update: int, 
             prompts.append(ids)
         some = [i for i, ids in enumerate(prompts) if ids]
         texts = [""] * len(rolls)
-        out, cut = complete(policy, [prompts[i] for i in some], cfg.max_analysis, cfg.rollout_batch)
+        out, cut = retry_smaller(cfg, "rollout_batch", counters,
+                                 lambda: complete(policy, [prompts[i] for i in some], cfg.max_analysis, cfg.rollout_batch))
         for i, text in zip(some, out):
             texts[i] = text
         counters["analyses cut at max_analysis"] += cut
@@ -816,7 +1118,7 @@ def score_all(policy: Policy, cfg: Config, rolls: list[Rollout], replies: list[s
     return Scores(old, ref, teacher, entropy)
 
 
-DROPPED, SKIPPED = "episodes dropped: numbers not finite", "optimizer steps skipped: gradient not finite"  # counters
+DROPPED = "episodes dropped: numbers not finite"  # counter
 
 
 def drop(rolls: list[Rollout], scores: Scores, bad: list[int], why: str) -> int:
@@ -843,8 +1145,8 @@ def drop_not_finite(rolls: list[Rollout], scores: Scores) -> int:
 
 def gradients(policy: Policy, cfg: Config, params: list, rolls: list[Rollout], scores: Scores, advantages: torch.Tensor, has_skill: list[bool],
               part: list[int], apart: bool) -> list[tuple[str, float]]:
-    """Put the clipped gradient of one mini-batch (rollouts `part`) into .grad of the parameters; returns the loss statistics,
-    as pairs to be added up.
+    """Put the gradient of one mini-batch (rollouts `part`), times the loss scale, into .grad of the parameters; returns the loss
+    statistics, as pairs to be added up.
 
     The mini-batch is split into micro-batches that fit in memory; every mean is taken with the mini-batch's own number of tokens, so the
     split does not change the loss (the released code averages within each micro-batch, which weighs tokens unequally).
@@ -866,17 +1168,17 @@ def gradients(policy: Policy, cfg: Config, params: list, rolls: list[Rollout], s
             dual_clip=cfg.dual_clip, kl_coef=cfg.kl_coef, lambda_opd=cfg.lambda_opd, beta_opd=cfg.beta_opd, rl_tokens=tokens,
             opd_tokens=skill_tokens)
         if apart:
-            for total, g in zip(opd_grads, torch.autograd.grad(opd, params, retain_graph=True, allow_unused=True)):
+            for total, g in zip(opd_grads, torch.autograd.grad(policy.loss_scale * opd, params, retain_graph=True, allow_unused=True)):
                 total += 0 if g is None else g
-            rl.backward()
+            (policy.loss_scale * rl).backward()
         else:
-            (rl + opd).backward()
+            (policy.loss_scale * (rl + opd)).backward()
         stats += [(name, float(out[key])) for key, name in LOSS_METRICS.items()]
     if apart:
-        stats += [("grad_norm_rl", _norm([p.grad for p in params])), ("grad_norm_opd", _norm(opd_grads))]
+        stats += [("grad_norm_rl", _norm([p.grad for p in params]) / policy.loss_scale), ("grad_norm_opd", _norm(opd_grads) / policy.loss_scale)]
         for p, g in zip(params, opd_grads):
             p.grad = g if p.grad is None else p.grad + g
-    return stats + [("grad_norm", float(torch.nn.utils.clip_grad_norm_(params, cfg.max_grad_norm)))]
+    return stats
 
 
 def update_policy(policy: Policy, cfg: Config, optimizer: torch.optim.Optimizer, rolls: list[Rollout], scores: Scores, advantages: torch.Tensor,
@@ -893,28 +1195,32 @@ def update_policy(policy: Policy, cfg: Config, optimizer: torch.optim.Optimizer,
     order = [usable[i] for i in counted_rng(cfg.seed, "minibatch", update).permutation(len(usable))]
 
     def attempt(part, apart=False):  # gradients of some rollouts, from none
-        optimizer.zero_grad(set_to_none=True)
-        stats = gradients(policy, cfg, params, rolls, scores, advantages, has_skill, part, apart)
-        return stats, all(math.isfinite(value) for _, value in stats)
+        def work():
+            optimizer.zero_grad(set_to_none=True)
+            return gradients(policy, cfg, params, rolls, scores, advantages, has_skill, part, apart)
+        stats = retry_smaller(cfg, "micro_tokens", totals, work)
+        return stats, all(math.isfinite(value) for _, value in stats) and math.isfinite(_norm([p.grad for p in params]))
 
     for part in np.array_split(order, cfg.minibatches):
         part = [int(i) for i in part]
         if not part:
             continue
         stats, good = attempt(part, use_opd and steps == 0)
-        if not good:
+        if not good and policy.loss_scale <= 2:  # above that, fp16's scale is the first suspect, and optimizer_step halves it
             bad = [i for i in part if not attempt([i])[1]]
             totals[DROPPED] += drop(rolls, scores, bad, "loss or gradient not finite")
             part = [i for i in part if i not in bad]
             stats, good = attempt(part, use_opd and steps == 0) if bad and part else (stats, False)
-            totals[SKIPPED] += bool(part) and not good
-        if good:
-            optimizer.step()
-            for name, value in stats:
+        if good or policy.loss_scale > 2:
+            norm, skipped = optimizer_step(policy, cfg, optimizer)
+            totals.update([skipped] if skipped else [])
+            for name, value in [] if skipped else stats + [("grad_norm", norm)]:
                 totals[name] += value
-            steps += 1
-        optimizer.zero_grad(set_to_none=True)
-    once = ("grad_norm_rl", "grad_norm_opd", SKIPPED, DROPPED)
+            steps += not skipped
+        else:
+            totals[SKIPPED] += bool(part)
+            optimizer.zero_grad(set_to_none=True)
+    once = ("grad_norm_rl", "grad_norm_opd", SKIPPED, SCALED, DROPPED, HALVED.format("micro_tokens"))
     return {key: value if key in once else value / max(1, steps) for key, value in totals.items()}
 
 
@@ -923,7 +1229,7 @@ LOSS_METRICS = {"loss": "loss", "rl_loss": "rl_loss", "opd_loss": "opd_loss", "k
 
 
 def _norm(grads: list[torch.Tensor | None]) -> float:
-    return float(torch.stack([g.float().norm() for g in grads if g is not None]).norm())
+    return float(torch.stack([g.float().norm() for g in grads if g is not None] or [torch.zeros(())]).norm())
 
 
 def gate_metrics(cfg: Config, rolls: list[Rollout], replies: list[skills.Reply], scores: Scores) -> dict:
@@ -962,22 +1268,24 @@ def games_of(cfg: Config, games: list[envs.Game], update: int) -> list[envs.Game
 def one_update(policy: Policy, pool: envs.EnvPool, games: list[envs.Game], cfg: Config, optimizer, update: int, run: "Run", library: dict) -> dict:
     """One update of Stage 2 in whole; returns its metrics line."""
     clock = Stopwatch()
+    if policy.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     P, G = cfg.tasks_per_update, cfg.group_size
     batch = [game for game in games_of(cfg, games, update) for _ in range(G)]
     rngs = [counted_rng(cfg.seed, "rollout", update, i) for i in range(P * G)]
     rolls, counters = rollout(policy, pool, batch, cfg, rngs, cfg.temperature)  # (a) act
+    costs = [token_costs(policy, cfg, r) for r in rolls[::G]]  # one rollout of each game
     clock.lap("rollout")
     replies, more = analyze_own(policy, cfg, rolls, update, library) if cfg.method == "seed" else (None, Counter())  # (b) analyze
     clock.lap("analysis")
-    scores = score_all(policy, cfg, rolls, replies)  # (c) teach
+    scores = retry_smaller(cfg, "micro_tokens", counters, lambda: score_all(policy, cfg, rolls, replies))  # (c) teach
     counters[DROPPED] = drop_not_finite(rolls, scores)
     clock.lap("scoring")
     rewards = torch.tensor([r.episode.reward for r in rolls], dtype=torch.float64).view(P, G)
     advantages = losses.group_advantages(rewards).view(-1).float()
     has_skill = [bool(r.skill) for r in replies] if replies else [False] * len(rolls)
     stats = update_policy(policy, cfg, optimizer, rolls, scores, advantages, has_skill, update)
-    counters[DROPPED] += stats.pop(DROPPED, 0)
-    counters[SKIPPED] = stats.pop(SKIPPED, 0)
+    counters += Counter({name: stats.pop(name, 0) for name in (DROPPED, SKIPPED, SCALED, HALVED.format("micro_tokens"))})
     clock.lap("training")
     run.write_rollouts(rolls, replies, update, stage="rl", scores=scores)
     lengths = [sum(r.sampled) for r in rolls]
@@ -993,6 +1301,8 @@ def one_update(policy: Policy, pool: envs.EnvPool, games: list[envs.Game], cfg: 
         "invalid_action_rate": counters["invalid actions"] / max(1, sum(len(r.episode.steps) for r in rolls)),
         "completions/mean_length": float(np.mean(lengths)), "episode_tokens": float(np.mean([len(r.ids) for r in rolls])),
         "episode_steps": float(np.mean([len(r.episode.steps) for r in rolls])), "num_tokens": sum(len(r.ids) for r in rolls),
+        "one_prompt_per_step_tokens": float(np.mean([c for c, _ in costs])), "admissible_tokens": float(np.mean([c for _, c in costs])),
+        **(measured_peak(policy, cfg, rolls) if policy.device.type == "cuda" else {}),
         "learning_rate": cfg.lr, "counters": dict(counters + more),
         "step_time": clock.total(), **{f"seconds/{k}": v for k, v in clock.laps.items()}}
 
@@ -1264,10 +1574,29 @@ def git_commit() -> str:
 
 
 def save_policy(policy: Policy, path: Path) -> None:
-    """An ordinary Hugging Face folder (or, for LoRA, a PEFT adapter folder), with the tokenizer."""
-    kwargs = dict(selected_adapters=["default"]) if hasattr(policy.model, "peft_config") else {}
-    policy.model.save_pretrained(path, **kwargs)
+    """An ordinary Hugging Face folder (or, for LoRA, a PEFT adapter folder with a model card), with the tokenizer."""
+    if is_lora(policy):
+        policy.model.save_pretrained(path, selected_adapters=["default"], save_embedding_layers=False)  # "auto" would ask the hub
+        base = policy.model.peft_config["default"].base_model_name_or_path
+        (path / "README.md").write_text(MODEL_CARD.format(base=base))  # instead of peft's empty form
+        write_json(path / "seed_mini.json", dict(base_check=base_check(policy.model), loss_scale=policy.loss_scale))
+    else:
+        policy.model.save_pretrained(path)
     policy.tokenizer.save_pretrained(path)
+
+
+MODEL_CARD = """---
+base_model: {base}
+library_name: peft
+pipeline_tag: text-generation
+tags: [lora, seed, alfworld]
+---
+A LoRA adapter for `{base}`, trained with [SEED](https://arxiv.org/abs/2607.14777) by seed_mini to play ALFWorld. How it was trained and what it
+scored is in the run's config.json and report.md, three folders up. At inference it needs no skill, memory or retrieval.
+
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), "<this folder>")
+    python seed_mini.py --eval --model {base} --adapter <this folder>
+"""
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, path: Path) -> None:
@@ -1361,6 +1690,12 @@ def write_report(run: Run) -> None:
     lines += ["", "## Counted on the way", ""] + [f"* {k}: {v}" for k, v in sorted(totals.items())]
     if rl:
         lines += ["", f"Seconds per update (median): {np.median([m['step_time'] for m in rl]):.1f}. First update's sampler-to-scoring gap in log-prob: {rl[0]['sampler_gap']:.2e}."]
+    if rl:
+        ours, theirs, listed = (np.mean([m[k] for m in rl]) for k in ("episode_tokens", "one_prompt_per_step_tokens", "admissible_tokens"))
+        lines += [f"Tokens of one pass over an episode: {ours:.0f} as one transcript ({listed:.0f} of them list admissible commands), "
+                  f"{theirs:.0f} with one prompt per step and a window of 5 steps."]
+    if rl and "peak_gb" in rl[0]:
+        lines += [f"Peak memory: {max(m['peak_gb'] for m in rl):.1f} GB measured, {rl[0]['predicted_peak_gb']:.1f} GB predicted."]
     if rl and "parse_rate" in rl[0]:
         lines += [f"Parse rate: first update {rl[0]['parse_rate']:.0%}, last {rl[-1]['parse_rate']:.0%}. Tokens with a skill in the last update: {rl[-1]['skill_token_share']:.0%}."]
     (run.dir / "report.md").write_text("\n".join(lines + ["", "![curves](curves.png)", ""]))
@@ -1371,6 +1706,8 @@ def write_report(run: Run) -> None:
 # ------------------------------------------------------------------------------------------------------------------
 def resolve(cfg: Config) -> Config:
     """Fill every None from the profile and the name from the method, so that config.json says what was really used."""
+    if cfg.model == "auto":  # main() has asked choose_model by now; a notebook means the tiny base, on any machine
+        cfg = dataclasses.replace(cfg, model="tiny")
     profile = cfg.profile
     if profile == "auto":
         small = cfg.model == "tiny"
@@ -1380,7 +1717,14 @@ def resolve(cfg: Config) -> Config:
                 small = 12 * c.num_hidden_layers * c.hidden_size ** 2 < 50e6  # about the parameters of the transformer itself
         profile = "tiny" if small else "paper"
     filled = {k: v for k, v in PROFILES[profile].items() if getattr(cfg, k) is None}
-    return dataclasses.replace(cfg, **filled, profile=profile, name=cfg.name or ("eval" if cfg.eval else cfg.method))
+    given = {name for name in ("rollout_batch", "micro_tokens") if getattr(cfg, name) is not None}
+    cfg = dataclasses.replace(cfg, **filled, profile=profile, name=cfg.name or ("eval" if cfg.eval else cfg.method))
+    if cfg.checkpointing is None:
+        cfg = dataclasses.replace(cfg, checkpointing=cfg.tune == "lora")
+    if profile == "paper" and card_memory(cfg) and len(given) < 2:
+        best = fit(plan_config(cfg), cfg, card_memory(cfg))
+        cfg = dataclasses.replace(cfg, **{name: v for name, v in best.items() if name not in given})
+    return cfg
 
 
 def find_games(cfg: Config) -> tuple[dict[str, list[envs.Game]], str]:
@@ -1474,11 +1818,14 @@ def still_healthy(run: Run, optimizer: torch.optim.Optimizer) -> bool:
     return not sick[-1]
 
 
-def train(cfg: Config) -> None:
-    """The whole method, from the first evaluation to the report."""
+def train(cfg: Config, notice: str = "") -> None:
+    """The whole method, from the first evaluation to the report. `notice`: a line to print before anything is loaded."""
     run = Run(cfg)
     going_on = to_resume(run)
-    policy = None if going_on else load_policy(cfg, first_weights(cfg))  # first: a wrong model must not leave a run's folder behind
+    weights = "" if going_on else first_weights(cfg)
+    if notice:
+        run.say(notice)
+    policy = None if going_on else load_policy(cfg, weights)  # first: a wrong model must not leave a run's folder behind
     games, notice = find_games(cfg)
     run.say(notice)
     if not games["train"]:
@@ -1491,12 +1838,16 @@ def train(cfg: Config) -> None:
         else:
             start(policy, pool, games, run)
             path = run.dir / "checkpoints" / "update-000000"
-        reference = load_policy(cfg, str(run.dir / "checkpoints" / "update-000000" / "policy"), trainable=False)
-        policy.reference = reference.model
+        begin = run.dir / "checkpoints" / "update-000000" / "policy"
+        if is_lora(policy):
+            freeze_reference(policy, begin)
+        else:
+            policy.reference = load_policy(cfg, str(begin), trainable=False).model
         optimizer = make_optimizer(policy, cfg.lr, cfg.weight_decay)
         if (path / "optimizer.safetensors").exists():
             load_optimizer(optimizer, path / "optimizer.safetensors")
-        library = static_library(reference, pool, games["train"], cfg, run.dir / "library.json") if cfg.static_skills else {}
+        with reference_of(policy) as reference:
+            library = static_library(reference, pool, games["train"], cfg, run.dir / "library.json") if cfg.static_skills else {}
         for update in range(run.update + 1, cfg.updates + 1):
             line = one_update(policy, pool, games["train"], cfg, optimizer, update, run, library)
             run.log(line)
@@ -1513,10 +1864,10 @@ def train(cfg: Config) -> None:
     run.say(f"report: {run.dir / 'report.md'}")
 
 
-def evaluate_only(cfg: Config) -> None:
+def evaluate_only(cfg: Config, notice: str = "") -> None:
     """--eval: every game of each split once; the result as a line, and in OUT/NAME/eval-*.json with the game ids."""
-    games, notice = find_games(cfg)
-    print(notice)
+    games, games_notice = find_games(cfg)
+    print(*filter(None, (notice, games_notice)), sep="\n", flush=True)
     policy = load_policy(cfg, cfg.model, trainable=False)
     folder = Path(cfg.out) / cfg.name
     folder.mkdir(parents=True, exist_ok=True)
@@ -1548,6 +1899,7 @@ def main(argv: list[str] | None = None) -> int:
                               epilog="Defaults by profile: " + "; ".join(f"{p}: " + ", ".join(f"{k}={v}" for k, v in d.items()) for p, d in PROFILES.items()))
     cfg = Config(**vars(parser.parse_args(argv)))
     transformers.utils.logging.disable_progress_bar()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # a hub that cannot be reached: our one sentence, not its retries
 
     def terminate(*_):  # as Ctrl-C: unwinds the stack, so that workers end and the folder is released
         raise KeyboardInterrupt("SIGTERM")
@@ -1555,11 +1907,15 @@ def main(argv: list[str] | None = None) -> int:
     before = signal.signal(signal.SIGTERM, terminate)
     try:
         check_config(cfg)
-        cfg = resolve(cfg)
+        model, notice = choose_model(cfg)
+        cfg = resolve(dataclasses.replace(cfg, model=model))
         check_config(cfg)  # again: a given value may contradict a default
         torch.set_num_threads(cfg.threads)
         torch.use_deterministic_algorithms(True, warn_only=True)
-        evaluate_only(cfg) if cfg.eval else train(cfg)
+        if cfg.dry_run:
+            print(*filter(None, (notice, dry_run(cfg))), sep="\n")
+        else:
+            evaluate_only(cfg, notice) if cfg.eval else train(cfg, notice)
     except KeyboardInterrupt as stop:
         print("\nstopped; continue with --resume", file=sys.stderr)
         return 143 if stop.args == ("SIGTERM",) else 130

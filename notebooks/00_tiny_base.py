@@ -38,7 +38,7 @@ torch.set_num_threads(2)  # part of the recipe: sums of floats depend on how the
 QUICK = os.environ.get("SEED_MINI_QUICK") == "1"  # a few minutes' rehearsal of everything (what CI runs); the shipped base is the full run
 SEED = 100          # houses of this seed belong to the base alone; runs use other seeds, and no split of theirs shares a held-out pair with it
 GAMES = 60 if QUICK else 4000
-STEPS = 30 if QUICK else 3600
+STEPS = 30 if QUICK else 2400
 BATCH_TOKENS = 4096
 OUT = HERE / ("tiny_base_quick" if QUICK else "tiny_base")
 
@@ -420,26 +420,43 @@ def tokens(policy: seed_mini.Policy, cfg: seed_mini.Config, record: dict, index:
 # %% [markdown]
 # ## 6. The model
 #
-# Four layers of width 128. The embedding of "mug 1" starts as the sum of a vector for "mug" and one for "1", so that names of one type
-# start out alike: a model this small would otherwise need far longer to learn that a mug is a mug.
+# Four layers of width 128. Two crutches, both gone from the finished checkpoint, help it over what a model this small does not find by itself:
+#
+# * **Names are composed.** While the base is made, the embedding of "mug 1" *is* the vector of "mug" plus the vector of "1". What is learned
+#   about mugs holds for each of them, and a mug in the advice matches a mug on the shelf.
+# * **A probe points at what is wanted.** The first recipes stalled at one decision: "take" or "go to", when the wanted object lies in a list.
+#   All other commands were 95-100% right, this one little better than chance (area under the ROC curve 0.72 among lists of the same length), with twice
+#   the steps, wider heads or eight layers, too. Once "take" stood there, the name was copied without a fault: the model could *find* a name, but it
+#   did not *notice* it. So a linear probe on the second layer must tell of each name in the text whether it is of the wanted
+#   type. Its loss is added to the language model's, and the probe is thrown away. In a trial the area was 0.998 after 300 steps.
 
 # %%
 def build_model(tokenizer):
-    """A fresh Qwen3ForCausalLM of about 0.8M parameters, seeded."""
+    """A fresh Qwen3ForCausalLM of about 0.7M parameters, seeded."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
     torch.manual_seed(SEED)
-    config = Qwen3Config(vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
-                         num_key_value_heads=2, head_dim=32, max_position_embeddings=2048, tie_word_embeddings=True, initializer_range=0.05,
-                         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None)
-    model = Qwen3ForCausalLM(config)
-    with torch.no_grad():
-        table, vocab = model.get_input_embeddings().weight, tokenizer.get_vocab()
-        spell = lambda text: text.replace(" ", "Ġ")
-        numbers = torch.randn(max(NUMBERS) + 1, config.hidden_size) * 0.05
-        for kind in TYPES:
-            for n in NUMBERS:
-                table[vocab[spell(f"{kind} {n}")]] = table[vocab[kind]] + numbers[n]
-    return model
+    return Qwen3ForCausalLM(Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=32, max_position_embeddings=2048, rope_parameters=dict(rope_type="default", rope_theta=1e6), tie_word_embeddings=True,
+        initializer_range=0.05, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None))
+
+
+def name_parts(tokenizer) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Per token id: its row (a name's is its type's), its number (0: none), and whether it is a name or type. Three tensors [V]."""
+    vocab = tokenizer.get_vocab()
+    row, number, named = torch.arange(len(vocab)), torch.zeros(len(vocab), dtype=torch.long), torch.zeros(len(vocab), dtype=torch.bool)
+    for kind in TYPES:
+        named[vocab[kind]] = True
+        for n in NUMBERS:
+            token = vocab[f"{kind}\u0120{n}"]  # \u0120: how a byte-level vocabulary spells the space
+            row[token], number[token], named[token] = vocab[kind], n, True
+    return row, number, named
+
+
+def wanted(record: dict) -> str:
+    """The type of object the advice is about; without advice, the task's."""
+    advised = re.search(r"Take (?:the|one) ([a-z]+)", record["skill"])
+    return advised[1] if advised else skills.parse_task(record["task"]).object
 
 
 def batches(sequences) -> list[list[int]]:
@@ -452,53 +469,68 @@ def batches(sequences) -> list[list[int]]:
     return out
 
 
-def window(policy, cfg, corpus: list[dict], number: int, dreams_only: bool, size: int = 2000) -> list[tuple[list[int], list[bool]]]:
-    """The next `size` sequences of the endless corpus: dreams, and engine episodes under new names."""
-    rng, out = seed_mini.counted_rng(SEED, "window", number), []
+def window(policy, cfg, corpus: list[dict], number: int, dreams_only: bool, size: int = 2000) -> list[tuple[list[int], list[bool], int]]:
+    """The next `size` sequences of the endless corpus, dreams and engine episodes under new names: (ids, imitated, id of the wanted type)."""
+    rng, vocab, out = seed_mini.counted_rng(SEED, "window", number), policy.tokenizer.get_vocab(), []
     for k in range(size):
         key = number * size + k
         if dreams_only or rng.random() < 0.4:
             record = dream(key, int(rng.integers(2, 5 if dreams_only else 9)))
         else:
             record = renamed(corpus[int(rng.integers(len(corpus)))], key)
-        out.append(tokens(policy, cfg, record, key))
+        out.append((*tokens(policy, cfg, record, key), vocab[wanted(record)]))
     return out
 
 
-def train_base(model, policy, cfg, corpus, steps: int, lr: float = 3e-3, context_weight: float = 0.05):
-    """Imitation: cross-entropy on the imitated tokens, plus a little on everything else (reading the world teaches copying).
+def base_loss(model, table, probe, parts, rows: list[tuple], context_weight: float = 0.05):
+    """(loss to minimise, mean cross-entropy of the imitated tokens) of one batch.
 
-    The first fifth of the steps sees small dreamed houses only: short sequences in which the wanted name must be found and copied.
+    Cross-entropy on what is imitated, a little of it on everything else (reading the world teaches copying), and the probe's error.
     """
-    decay = [p for p in model.parameters() if p.ndim > 1]
-    optimizer = torch.optim.AdamW([dict(params=decay, weight_decay=0.05), dict(params=[p for p in model.parameters() if p.ndim == 1], weight_decay=0.0)],
-                                  lr=lr, betas=(0.9, 0.98))
+    row, _, named = parts
+    width = max(len(ids) for ids, _, _ in rows)
+    ids = torch.tensor([s + [0] * (width - len(s)) for s, _, _ in rows])                     # [B, T]
+    weight = torch.tensor([[1.0 if on else context_weight for on in m] + [0.0] * (width - len(m)) for _, m, _ in rows])[:, 1:]
+    out = model.model(inputs_embeds=table[ids], use_cache=False, output_hidden_states=True)
+    logits = out.last_hidden_state[:, :-1] @ table.T                                          # [B, T-1, V]
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view_as(weight)
+    imitated = weight == 1
+    pointed = probe(out.hidden_states[2])[..., 0][named[ids]]                                  # one logit per name, after two layers
+    is_wanted = (row[ids] == torch.tensor([w for _, _, w in rows])[:, None])[named[ids]].float()
+    probe_loss = torch.nn.functional.binary_cross_entropy_with_logits(pointed, is_wanted)
+    n = imitated.sum().clamp(min=1)
+    return (loss * weight).sum() / n + probe_loss, ((loss * imitated).sum() / n).item()
+
+
+def train_base(model, policy, cfg, corpus, steps: int, lr: float = 3e-3):
+    """Imitation. The first fifth of the steps sees small dreamed houses only: short sequences in which the wanted name must be found and copied."""
+    parts, weight = name_parts(policy.tokenizer), model.get_input_embeddings().weight
+    numbers = torch.nn.Parameter(torch.randn(max(NUMBERS) + 1, weight.shape[1]) * 0.05)
+    probe = torch.nn.Linear(weight.shape[1], 1)
+    compose = lambda: weight[parts[0]] + torch.nn.functional.embedding(parts[1], numbers) * (parts[1] > 0)[:, None]
+    params = [*model.parameters(), *probe.parameters(), numbers]
+    optimizer = torch.optim.AdamW([dict(params=[p for p in params if p.ndim > 1], weight_decay=0.05),
+                                   dict(params=[p for p in params if p.ndim == 1], weight_decay=0.0)], lr=lr, betas=(0.9, 0.98))
     model.train()
     step, number, started, running = 0, 0, time.time(), []
     while step < steps:
         sequences = window(policy, cfg, corpus, number, dreams_only=step < steps // 5)
         plan = batches(sequences)
-        for b in seed_mini.counted_rng(SEED, "batches", number).permutation(len(plan)):
-            rows = [sequences[i] for i in plan[b]]
-            width = max(len(ids) for ids, _ in rows)
-            ids = torch.tensor([s + [0] * (width - len(s)) for s, _ in rows])               # [B, T]
-            weight = torch.tensor([[1.0 if on else context_weight for on in m] + [0.0] * (width - len(m)) for _, m in rows])[:, 1:]
-            logits = model(input_ids=ids, use_cache=False).logits[:, :-1]                     # [B, T-1, V]
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view_as(weight)
-            imitated = (weight == 1).sum().clamp(min=1)
+        for b in seed_mini.counted_rng(SEED, "batches", number).permutation(len(plan))[:steps - step]:
+            loss, imitation = base_loss(model, compose(), probe, parts, [sequences[i] for i in plan[b]])
             optimizer.zero_grad(set_to_none=True)
-            ((loss * weight).sum() / imitated).backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(params, 1.0)
             for group in optimizer.param_groups:
                 group["lr"] = lr * min(1.0, (step + 1) / 100) * (0.02 + 0.98 * 0.5 * (1 + np.cos(np.pi * step / steps)))
             optimizer.step()
-            running.append(((loss * (weight == 1)).sum() / imitated).item())
+            running.append(imitation)
             step += 1
             if step % 100 == 0 or step == steps:
                 print(f"step {step:5d}/{steps}  loss on imitated tokens {np.mean(running[-100:]):.4f}  {time.time() - started:.0f}s", flush=True)
-            if step == steps:
-                break
         number += 1
+    with torch.no_grad():
+        weight.copy_(compose())  # from here on an ordinary table: the names are free
     return model.eval()
 
 
@@ -515,12 +547,14 @@ if __name__ == "__main__":
     corpus = make_corpus(games, episodes=4)
     print(f"{len(corpus)} episodes in {time.time() - started:.0f}s;", {kind: f"{np.mean([e['won'] for e in corpus if e['kind'] == kind]):.0%} won"
                                                                         for kind in KINDS})
-    tokenizer = build_tokenizer([t for e in corpus[:4000] for o, c, *_ in e["steps"] for t in (o, c)] + [e[k] for e in corpus[:4000] for k in ("task", "final")])
+    sample = corpus[::4]  # of all task types: the games are sorted by them
+    tokenizer = build_tokenizer([t for e in sample for o, c, *_ in e["steps"] for t in (o, c)] + [e[k] for e in sample for k in ("task", "final")])
+    assert QUICK or all(len(tokenizer(f"{verb} mug 1 with fridge 1").input_ids) == 4 for verb in skills.TREATMENTS), "a verb is spelled letter by letter"
     cfg = seed_mini.resolve(seed_mini.Config(max_context=10_000))
     end_id, first, later = seed_mini.chat_pieces(tokenizer)
     encode_only = seed_mini.Policy(None, tokenizer, torch.device("cpu"), end_id, first, later)
-    sample = [tokens(encode_only, cfg, record, i)[0] for i, record in enumerate(corpus[:400])]
-    print(f"{len(tokenizer)} tokens in the vocabulary; {np.mean([len(s) for s in sample]):.0f} tokens per sequence, longest {max(len(s) for s in sample)}")
+    read = [tokens(encode_only, cfg, record, i)[0] for i, record in enumerate(corpus[:400])]
+    print(f"{len(tokenizer)} tokens in the vocabulary; {np.mean([len(s) for s in read]):.0f} tokens per sequence, longest {max(len(s) for s in read)}")
 
 # %%
 if __name__ == "__main__":

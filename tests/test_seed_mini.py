@@ -42,6 +42,7 @@ def games_root(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("ALFWORLD_DATA", str(root))
+        patch.setattr(sm, "card_memory", lambda cfg: 0.0)  # --model auto means the tiny base here, on any machine
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         envs.generate_games(root, 11, {"train": 12, "valid_seen": 6, "valid_unseen": 6})
@@ -430,7 +431,7 @@ def policy_around(tokenizer, template, tmp_path):
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-                                             num_key_value_heads=1, head_dim=16, max_position_embeddings=512, tie_word_embeddings=True))
+                                             num_key_value_heads=1, head_dim=16, max_position_embeddings=1024, tie_word_embeddings=True))
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     return sm.load_policy(config(), str(tmp_path / "model"))
