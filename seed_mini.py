@@ -392,9 +392,9 @@ def base_check(model) -> list[float]:
     return model.get_input_embeddings().weight[:4, :4].float().flatten().tolist()
 
 
-def _check_adapter(model, folder: Path) -> None:
-    """Refuse, with the reason, an adapter that belongs to another base or that would not do here what it was trained to do. Raises ValueError."""
-    from peft import PeftConfig
+def _put_adapter(model, folder: Path, trainable: bool):
+    """Load an adapter; refuse, with the reason, one of another base or one that would not do here what it was trained to do. Raises ValueError."""
+    from peft import PeftConfig, PeftModel
     from peft.tuners.tuners_utils import check_target_module_exists
     from safetensors import safe_open
     config, check, modules = PeftConfig.from_pretrained(folder), folder / "seed_mini.json", dict(model.named_modules())
@@ -403,15 +403,20 @@ def _check_adapter(model, folder: Path) -> None:
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     tied = head.weight is embedding.weight
     for name in [n for n, m in modules.items() if m is head or (tied and m is embedding)]:
-        if check_target_module_exists(config, name) or any(name.endswith(part) for part in config.modules_to_save or ()):
+        saved = config.trainable_token_indices or any(name.endswith(part) for part in config.modules_to_save or ())
+        if saved or check_target_module_exists(config, name):
             raise ValueError(f"the adapter {str(folder)!r} changes {name}: " + (
                 "head and embedding are one tied matrix in this model, and an adapter on one silently changes or misses the other."
                 if tied else "log-probs are computed from the frozen head, so it would have no effect."))
     with safe_open(folder / "adapter_model.safetensors", "pt") as f:
         layers = {name.removeprefix("base_model.model.").partition(".lora_")[0] for name in f.keys()}
     other = check.exists() and not np.allclose(json.loads(check.read_text())["base_check"], base_check(model), rtol=0.01, atol=1e-5)
-    if other or not layers <= modules.keys():
-        raise ValueError(f"the adapter {str(folder)!r} was made for {config.base_model_name_or_path!r} and does not fit {model.name_or_path!r}.")
+    try:
+        if not other and layers <= modules.keys():
+            return PeftModel.from_pretrained(model, folder, is_trainable=trainable)
+    except RuntimeError:  # other sizes
+        pass
+    raise ValueError(f"the adapter {str(folder)!r} was made for {config.base_model_name_or_path!r} and does not fit {model.name_or_path!r}.")
 
 
 def _add_lora(cfg: Config, model, adapter: Path | None, trainable: bool):
@@ -419,13 +424,12 @@ def _add_lora(cfg: Config, model, adapter: Path | None, trainable: bool):
 
     peft's prepare_model_for_kbit_training is not called: it would turn embedding and head to fp32 (twice 0.6 GB for Qwen3-1.7B).
     """
-    from peft import LoraConfig, PeftModel, get_peft_model
+    from peft import LoraConfig, get_peft_model
     for module in model.modules():  # bitsandbytes: on CPUs with AVX512-BF16 the first forward without gradient would repack the weights,
         if hasattr(module, "support_avx512bf16_for_cpu"):  # round their scales to bf16, and switch to a product that has no gradient
             module.support_avx512bf16_for_cpu = False
     if adapter is not None:
-        _check_adapter(model, adapter)
-        return PeftModel.from_pretrained(model, adapter, is_trainable=trainable)
+        return _put_adapter(model, adapter, trainable)
     with torch.random.fork_rng():  # peft draws the A matrices from torch's global generator
         torch.manual_seed(cfg.seed)
         return get_peft_model(model, LoraConfig(r=cfg.lora_rank, lora_alpha=2 * cfg.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM"))
