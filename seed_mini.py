@@ -317,7 +317,7 @@ def model_config(path: str):
     """A model's config.json (folder or hub name), without its weights. Raises ValueError in one sentence."""
     try:
         return AutoConfig.from_pretrained(path)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # a folder with something wrong makes transformers raise anything
         reason = str(error).splitlines()[0]
         if "couldn't connect" in reason:
             raise ValueError(f"the Hugging Face hub cannot be reached and {path!r} is not in its cache; download it where there is a network "
