@@ -33,9 +33,9 @@ try:
     from textworld.core import GameState
     from textworld.envs.pddl import PddlEnv, logic as pddl_logic, textgen
     from textworld.logic import Action, Placeholder, Proposition, Rule, Signature, Type, TypeHierarchy, Variable
-except ImportError as error:
-    raise ImportError("envs.py needs the ALFWorld text engine: pip install -r requirements.txt, with a C++ compiler "
-                      f"and cmake to build it ({error})") from error
+except (ImportError, OSError) as error:          # OSError: a C++ library that is there but cannot be loaded
+    raise ImportError("envs.py needs the ALFWorld text engine: pip install -r requirements.txt, with gcc, g++, make and cmake "
+                      f"to build it ({error})") from error
 
 # The six official task types, in the order the paper's table uses: Pick, Look, Clean, Heat, Cool, Pick2.
 TASK_TYPES = ("pick_and_place_simple", "look_at_obj_in_light", "pick_clean_then_place_in_recep",
@@ -66,7 +66,8 @@ class Step:
 
 @dataclass
 class Episode:
-    """One finished trajectory as text. `end` is "won", "step limit", "context limit", "env timeout" or "env died"."""
+    """One finished trajectory as text. `end` is "won", "step limit", "context limit", "env timeout", "env died" or
+    "game unplayable"."""
     game_id: str
     split: str
     task: str
@@ -394,18 +395,8 @@ _SPARE_ENGINES = []
 
 
 def _new_engine():
-    """The fast engine under alfworld's own naming wrapper: "mug 1" is the mug that AlfredTWEnv calls mug 1.
-
-    `import alfworld` creates $ALFWORLD_DATA or ~/.cache/alfworld and fails obscurely where it cannot: RuntimeError here.
-    """
-    folder = os.environ.get("ALFWORLD_DATA") or os.path.expanduser("~/.cache/alfworld")
-    try:
-        os.makedirs(folder, exist_ok=True)
-    except OSError as error:
-        raise RuntimeError(f"the alfworld package must be able to create {folder} ({error.strerror}): "
-                           "set ALFWORLD_DATA to a folder you can write") from error
-    os.environ["ALFWORLD_DATA"] = folder
-    from alfworld.agents.environment.alfred_tw_env import AlfredDemangler
+    """The fast engine under alfworld's own naming wrapper: "mug 1" is the mug that AlfredTWEnv calls mug 1."""
+    AlfredDemangler = _wheel("alfworld.agents.environment.alfred_tw_env").AlfredDemangler
     fast_downward.interface.shutil = SimpleNamespace(copyfile=_copy_loadable)
     return AlfredDemangler(_FastPddlEnv())
 
@@ -489,8 +480,8 @@ class EnvPool:
     An action that takes longer than `step_timeout` seconds, and an engine that raises or dies, end that slot's episode:
     observation "", reward 0, truncated, info["end"] "env timeout" or "env died" and info["reason"] (in reset() too). A
     worker that hangs or dies is replaced and its other slots are restored by replaying their actions: exact, because
-    the engine is deterministic. `counters` counts all of it. A game file that cannot be played is a RuntimeError from
-    reset(). Nothing outlives close(), Ctrl-C or a kill -9 of this process: a worker ends as soon as its stdin closes.
+    the engine is deterministic. `counters` counts all of it. A game file that cannot be played (gone, cut short, without a
+    solution) ends its episode in reset() as "game unplayable"; if no game can be played, that is a RuntimeError. Nothing outlives close(), Ctrl-C or a kill -9 of this process: a worker ends as soon as its stdin closes.
     """
 
     def __init__(self, workers: int = 2, step_timeout: float = 30.0, max_steps: int = 30,
@@ -523,7 +514,7 @@ class EnvPool:
         self._infos = [{"task": "", "task_type": game.task_type, "game_id": game.id, "admissible": [], "won": False,
                         "valid": True, "steps": 0} for game in games]
         results = self._exchange([_Request(slot, game, [], fresh=True) for slot, game in enumerate(games)])
-        if self._errors:
+        if len(self._errors) == len(games) > 0:           # one bad file must not stop a night's run; all of them are no run
             raise RuntimeError(self._errors[0])
         return [(results[slot][0], results[slot][-1]) for slot in range(len(games))]
 
@@ -583,7 +574,7 @@ class EnvPool:
             request, answer = worker.queue.pop(0), json.loads(line)
             if "error" in answer:
                 self._errors.append(answer["error"])
-                self._lose(request, "env died", answer["error"], results)
+                self._lose(request, "env died" if request.actions else "game unplayable", answer["error"], results)
                 continue
             result = answer["result"]
             self._running[request.slot], self._infos[request.slot] = request, result[-1]
@@ -595,7 +586,7 @@ class EnvPool:
 
     def _lose(self, request: _Request, end: str, reason: str, results: dict) -> None:
         """Ends an episode that the environment, not the policy, brought to its end."""
-        self.counters[end] += 1
+        self.counters[end] = self.counters.get(end, 0) + 1
         self._running.pop(request.slot, None)
         info = {**self._infos[request.slot], "end": end, "reason": reason}
         (results if request.wanted else self._lost)[request.slot] = ("", 0.0, False, True, info)

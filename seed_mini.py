@@ -26,6 +26,8 @@ import argparse
 import contextlib
 import copy
 import dataclasses
+import errno
+import fcntl
 import hashlib
 import itertools
 import json
@@ -33,6 +35,7 @@ import logging
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -40,16 +43,27 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
-import torch
-import transformers
-from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, HfArgumentParser
-from transformers.modeling_layers import GradientCheckpointingLayer
+try:
+    if sys.version_info < (3, 11):
+        raise ImportError(f"seed_mini needs Python 3.11 or newer; this is {sys.version_info[0]}.{sys.version_info[1]}")
+    import envs  # first, because it imports in no time: a missing engine is said at once
+    import torch
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 6):
+        raise ImportError(f"seed_mini needs torch 2.6 or newer; this is {torch.__version__}: pip install -r requirements.txt")
+    import numpy as np
+    import transformers
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, HfArgumentParser
+    from transformers.modeling_layers import GradientCheckpointingLayer
 
-import envs
-import losses
-import skills
+    import losses
+    import skills
+except ImportError as error:
+    if __name__ != "__main__" or "--debug" in sys.argv:
+        raise
+    print(f"seed_mini: {error}", file=sys.stderr)
+    sys.exit(2)
 
 HERE = Path(__file__).resolve().parent
 TINY = HERE / "notebooks" / "tiny_base"  # made by notebooks/00_tiny_base.ipynb
@@ -243,6 +257,7 @@ class Policy:
         for word in self.control_words:
             if word in text:
                 return sum((self.encode(part) for part in _cut_inside(text, word)), [])
+        text = text.encode("utf-8", "replace").decode()  # half a surrogate pair, which JSON can carry, is no text for a tokenizer
         return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
 
     def decode(self, ids: list[int]) -> str:
@@ -302,7 +317,7 @@ def model_config(path: str):
     """A model's config.json (folder or hub name), without its weights. Raises ValueError in one sentence."""
     try:
         return AutoConfig.from_pretrained(path)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # a folder with something wrong makes transformers raise anything
         reason = str(error).splitlines()[0]
         if "couldn't connect" in reason:
             raise ValueError(f"the Hugging Face hub cannot be reached and {path!r} is not in its cache; download it where there is a network "
@@ -341,8 +356,10 @@ def load_policy(cfg: Config, path: str, *, trainable: bool = True) -> Policy:
                 load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype)
             kwargs["device_map"] = {"": device}
         model = AutoModelForCausalLM.from_pretrained(base, **kwargs)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"cannot load the model {path!r}: {str(error).splitlines()[0]}") from error
+        if not hasattr(model, "model") or model.get_output_embeddings() is None:
+            raise ValueError("it is no causal language model with a backbone and a head")
+    except Exception as error:  # a folder with something wrong makes transformers raise anything
+        raise ValueError(f"cannot load the model {path!r}: {' '.join(str(error).split())[:300]}") from error
     for name in ("final_logit_softcapping", "logits_scaling", "logit_scale"):  # heads the chunked kernel does not model
         if getattr(model.config, name, None) not in (None, 1, 1.0):
             raise ValueError(f"{path!r} changes its logits by {name}; seed_mini scores hidden @ head.T / temperature only.")
@@ -375,9 +392,9 @@ def base_check(model) -> list[float]:
     return model.get_input_embeddings().weight[:4, :4].float().flatten().tolist()
 
 
-def _check_adapter(model, folder: Path) -> None:
-    """Refuse, with the reason, an adapter that belongs to another base or that would not do here what it was trained to do. Raises ValueError."""
-    from peft import PeftConfig
+def _put_adapter(model, folder: Path, trainable: bool):
+    """Load an adapter; refuse, with the reason, one of another base or one that would not do here what it was trained to do. Raises ValueError."""
+    from peft import PeftConfig, PeftModel
     from peft.tuners.tuners_utils import check_target_module_exists
     from safetensors import safe_open
     config, check, modules = PeftConfig.from_pretrained(folder), folder / "seed_mini.json", dict(model.named_modules())
@@ -386,15 +403,20 @@ def _check_adapter(model, folder: Path) -> None:
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     tied = head.weight is embedding.weight
     for name in [n for n, m in modules.items() if m is head or (tied and m is embedding)]:
-        if check_target_module_exists(config, name) or any(name.endswith(part) for part in config.modules_to_save or ()):
+        saved = config.trainable_token_indices or any(name.endswith(part) for part in config.modules_to_save or ())
+        if saved or check_target_module_exists(config, name):
             raise ValueError(f"the adapter {str(folder)!r} changes {name}: " + (
                 "head and embedding are one tied matrix in this model, and an adapter on one silently changes or misses the other."
                 if tied else "log-probs are computed from the frozen head, so it would have no effect."))
     with safe_open(folder / "adapter_model.safetensors", "pt") as f:
         layers = {name.removeprefix("base_model.model.").partition(".lora_")[0] for name in f.keys()}
     other = check.exists() and not np.allclose(json.loads(check.read_text())["base_check"], base_check(model), rtol=0.01, atol=1e-5)
-    if other or not layers <= modules.keys():
-        raise ValueError(f"the adapter {str(folder)!r} was made for {config.base_model_name_or_path!r} and does not fit {model.name_or_path!r}.")
+    try:
+        if not other and layers <= modules.keys():
+            return PeftModel.from_pretrained(model, folder, is_trainable=trainable)
+    except RuntimeError:  # other sizes
+        pass
+    raise ValueError(f"the adapter {str(folder)!r} was made for {config.base_model_name_or_path!r} and does not fit {model.name_or_path!r}.")
 
 
 def _add_lora(cfg: Config, model, adapter: Path | None, trainable: bool):
@@ -402,13 +424,12 @@ def _add_lora(cfg: Config, model, adapter: Path | None, trainable: bool):
 
     peft's prepare_model_for_kbit_training is not called: it would turn embedding and head to fp32 (twice 0.6 GB for Qwen3-1.7B).
     """
-    from peft import LoraConfig, PeftModel, get_peft_model
+    from peft import LoraConfig, get_peft_model
     for module in model.modules():  # bitsandbytes: on CPUs with AVX512-BF16 the first forward without gradient would repack the weights,
         if hasattr(module, "support_avx512bf16_for_cpu"):  # round their scales to bf16, and switch to a product that has no gradient
             module.support_avx512bf16_for_cpu = False
     if adapter is not None:
-        _check_adapter(model, adapter)
-        return PeftModel.from_pretrained(model, adapter, is_trainable=trainable)
+        return _put_adapter(model, adapter, trainable)
     with torch.random.fork_rng():  # peft draws the A matrices from torch's global generator
         torch.manual_seed(cfg.seed)
         return get_peft_model(model, LoraConfig(r=cfg.lora_rank, lora_alpha=2 * cfg.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM"))
@@ -700,6 +721,7 @@ class Rollout:
     sampled: list[bool]
     logp: list[float]
     cut: int
+    dropped: str = ""  # why it was taken out of its update, see drop()
 
 
 def start_rollout(policy: Policy, cfg: Config, game: envs.Game, observation: str, info: dict, skill: str) -> Rollout:
@@ -715,6 +737,8 @@ def start_rollout(policy: Policy, cfg: Config, game: envs.Game, observation: str
 def take_turn(policy: Policy, cfg: Config, roll: Rollout, new: list[int], logps: list[float], result: tuple, counters: Counter) -> list[int]:
     """Write one sampled turn and the environment's answer into the rollout. Returns the ids to feed next ([] when the episode is over)."""
     observation, reward, terminated, truncated, info = result
+    if not math.isfinite(reward):  # an environment that says so is out of order; the advantages of its group must not notice
+        reward, truncated, info = 0.0, True, info | dict(end="env died")
     episode, closed = roll.episode, new[-1] == policy.end_id
     response = policy.decode(new)
     valid = info["valid"] or "end" in info  # when the environment fails, info is the step before's
@@ -968,7 +992,7 @@ def cosine(step: int, steps: int) -> float:
 def sft(policy: Policy, cfg: Config, sequences: list[Sequence], acting: list[Sequence], log) -> None:
     """Train the policy to write skills: token mean of -log p(response) per batch, plus the optional anchor on `acting` transcripts."""
     optimizer = make_optimizer(policy, cfg.sft_lr, cfg.weight_decay)
-    steps, skips = cfg.sft_epochs * math.ceil(len(sequences) / cfg.sft_batch), Counter()
+    steps, skips, in_a_row = cfg.sft_epochs * math.ceil(len(sequences) / cfg.sft_batch), Counter(), 0
     anchored = cfg.sft_anchor > 0 and len(acting) > 0
     for step in range(steps):
         epoch, at = divmod(step * cfg.sft_batch, math.ceil(len(sequences) / cfg.sft_batch) * cfg.sft_batch)
@@ -995,7 +1019,10 @@ def sft(policy: Policy, cfg: Config, sequences: list[Sequence], acting: list[Seq
             (policy.loss_scale * cfg.sft_anchor * anchor).backward()
         norm, skipped = optimizer_step(policy, cfg, optimizer)
         skips.update([skipped] if skipped else [])
-        if step % 10 == 0 or step == steps - 1:
+        in_a_row = in_a_row + 1 if skipped == SKIPPED else 0
+        if in_a_row > 3:
+            raise RuntimeError("Stage 1: four steps in a row had gradients that are not finite. Start again with a lower --sft_lr.")
+        if skips or step % 10 == 0 or step == steps - 1:
             log(dict(stage="sft", step=step + 1, steps=steps, loss=total, anchor_kl=anchor.item(), grad_norm=norm,
                      learning_rate=optimizer.param_groups[0]["lr"], **(dict(counters=dict(skips)) if skips else {})))
             skips.clear()
@@ -1061,12 +1088,24 @@ def analyze_own(policy: Policy, cfg: Config, rolls: list[Rollout], update: int, 
         counters["analyses cut at max_analysis"] += cut
         replies = [skills.parse_reply(text) for text in texts]
     if cfg.shuffle_skills:
-        usable = counted_rng(cfg.seed, "shuffle", update).permutation([i for i, r in enumerate(replies) if r.skill]).tolist()
-        giver = dict(zip(usable, usable[1:] + usable[:1]))  # one cycle, so nobody keeps its own
+        giver = skill_givers([r.episode.game_id if reply.skill else "" for r, reply in zip(rolls, replies)], counted_rng(cfg.seed, "shuffle", update))
+        counters["shuffled within a game"] += sum(rolls[i].episode.game_id == rolls[j].episode.game_id for i, j in giver.items())
         replies = [replies[giver[i]] if i in giver else r for i, r in enumerate(replies)]
     counters.update(f"analysis {r.status}" for r in replies if r.status != "ok")
     counters["skills shortened"] += sum(r.cut for r in replies)
     return replies, +counters
+
+
+def skill_givers(games: list[str], rng: np.random.Generator) -> dict[int, int]:
+    """--shuffle_skills: {i: whose skill episode i gets}, a permutation of the episodes with a skill (games[i], "" = none).
+
+    Nobody gets a skill of the own game as long as no game has more than half of them; nobody ever gets the own one, unless it is the only one.
+    """
+    order = [int(i) for i in rng.permutation(len(games)) if games[i]]
+    order = [i for game in dict.fromkeys(games[i] for i in order) for i in order if games[i] == game]  # games as blocks
+    shift = max(Counter(games[i] for i in order).values(), default=0)  # moved on by the longest block, everybody leaves the own one
+    shift = 1 if shift == len(order) else shift
+    return dict(zip(order, order[shift:] + order[:shift]))
 
 
 def score_all(policy: Policy, cfg: Config, rolls: list[Rollout], replies: list[skills.Reply] | None) -> Scores:
@@ -1083,74 +1122,52 @@ def score_all(policy: Policy, cfg: Config, rolls: list[Rollout], replies: list[s
     return Scores(old, ref, teacher, entropy)
 
 
-DROPPED = "episodes dropped: log-prob not finite"  # counter
+DROPPED = "episodes dropped: numbers not finite"  # counter
 
 
-def drop_not_finite(rolls: list[Rollout], scores: Scores) -> int:
-    """Take episodes with a log-prob that is NaN or inf out of the update and return how many: from here on they have no sampled token.
+def drop(rolls: list[Rollout], scores: Scores, bad: list[int], why: str) -> int:
+    """Take episodes out of the update and return how many: from here on they have no sampled token. The reward stays in its group.
 
-    Before the training pass, because a gradient that is 0 at such a token is still NaN in the layers below it. The reward stays in its group.
+    Run.write_rollouts keeps them in dropped.jsonl.
     """
-    bad = [i for i in range(len(rolls)) if not all(s[i].isfinite().all() for s in (scores.old, scores.reference, scores.teacher))]
     for i in bad:
-        rolls[i].sampled = [False] * len(rolls[i].ids)
+        rolls[i].dropped, rolls[i].sampled = why, [False] * len(rolls[i].ids)
         for s in (scores.old, scores.reference, scores.teacher, scores.entropy):
             s[i] = s[i][:0]
     return len(bad)
 
 
-def update_policy(policy: Policy, cfg: Config, optimizer: torch.optim.Optimizer, rolls: list[Rollout], scores: Scores, advantages: torch.Tensor,
-                  has_skill: list[bool], update: int) -> dict:
-    """One epoch over the rollouts in `cfg.minibatches` optimizer steps. Returns the loss statistics, averaged over the steps.
+def drop_not_finite(rolls: list[Rollout], scores: Scores) -> int:
+    """Drop episodes with a log-prob that is NaN or inf, by the sampler or by a scoring pass. Returns how many.
 
-    Each mini-batch is split into micro-batches that fit in memory; every mean is taken with the mini-batch's own number of tokens, so the
-    split does not change the loss (the released code averages within each micro-batch, which weighs tokens unequally).
-    In the first mini-batch the gradients of the RL part and of the OPD part are taken apart, to log their norms: backward is linear,
-    so their sum is the gradient of the joint loss.
+    Before the training pass, because a gradient that is 0 at such a token is still NaN in the layers below it.
     """
-    params = optimizer.param_groups[0]["params"]
-    totals, steps = Counter(), 0
+    bad = [i for i, r in enumerate(rolls) if not all(s[i].isfinite().all() for s in (scores.old, scores.reference, scores.teacher))
+           or not all(map(math.isfinite, r.logp))]
+    return drop(rolls, scores, bad, "log-prob not finite")
+
+
+def gradients(policy: Policy, cfg: Config, params: list, rolls: list[Rollout], scores: Scores, advantages: torch.Tensor, has_skill: list[bool],
+              part: list[int], apart: bool) -> list[tuple[str, float]]:
+    """Put the gradient of one mini-batch (rollouts `part`), times the loss scale, into .grad of the parameters; returns the loss
+    statistics, as pairs to be added up.
+
+    The mini-batch is split into micro-batches that fit in memory; every mean is taken with the mini-batch's own number of tokens, so the
+    split does not change the loss (the released code averages within each micro-batch, which weighs tokens unequally).
+    With `apart` the gradients of the RL part and of the OPD part are taken apart, to log their norms: backward is linear, so their sum
+    is the gradient of the joint loss.
+    """
+    stats, sequences = [], [plain(rolls[i]) for i in part]
     use_opd = cfg.method == "seed" and not cfg.no_opd
-    usable = [i for i, r in enumerate(rolls) if any(r.sampled)]
-    order = [usable[i] for i in counted_rng(cfg.seed, "minibatch", update).permutation(len(usable))]
-    for part in np.array_split(order, cfg.minibatches):
-        if not len(part):
-            continue
-        apart = use_opd and steps == 0
-
-        def gradients():
-            optimizer.zero_grad(set_to_none=True)
-            return _minibatch_gradients(policy, cfg, params, rolls, scores, advantages, has_skill, part, use_opd, apart)
-
-        opd_grads, found = retry_smaller(cfg, "micro_tokens", totals, gradients)
-        for name, value in found:
-            totals[name] += value
-        if apart:
-            totals["grad_norm_rl"] = _norm([p.grad for p in params]) / policy.loss_scale
-            totals["grad_norm_opd"] = _norm(opd_grads) / policy.loss_scale
-            for p, g in zip(params, opd_grads):
-                p.grad = g if p.grad is None else p.grad + g
-        norm, skipped = optimizer_step(policy, cfg, optimizer)
-        totals["grad_norm"] += norm
-        totals.update([skipped] if skipped else [])
-        steps += 1
-    once = ("grad_norm_rl", "grad_norm_opd", SKIPPED, SCALED, HALVED.format("micro_tokens"))
-    return {key: value if key in once else value / max(1, steps) for key, value in totals.items()}
-
-
-def _minibatch_gradients(policy: Policy, cfg: Config, params: list, rolls: list[Rollout], scores: Scores, advantages: torch.Tensor,
-                         has_skill: list[bool], part: np.ndarray, use_opd: bool, apart: bool) -> tuple[list[torch.Tensor] | None, list[tuple]]:
-    """One mini-batch's gradient into `params` (with `apart`: its OPD part returned instead), and its loss statistics by micro-batch."""
-    sequences = [plain(rolls[i]) for i in part]
     tokens = sum(sum(m) for _, m in sequences)
     skill_tokens = sum(sum(rolls[i].sampled) for i in part if has_skill[i])
-    found, opd_grads = [], [torch.zeros_like(p) for p in params] if apart else None
+    opd_grads = [torch.zeros_like(p) for p in params] if apart else None
     for rows in micro_batches(sequences, cfg.micro_tokens):
-        index = [int(part[r]) for r in rows]
+        index = [part[r] for r in rows]
         logp, mask, _ = token_logp(policy, [sequences[r] for r in rows], cfg.temperature)
         old, ref, teacher = (pad([part_scores[i] for i in index], logp.shape[1]) for part_scores in (scores.old, scores.reference, scores.teacher))
         skill_mask = torch.tensor([float(has_skill[i]) for i in index], device=logp.device)
-        rl, opd, stats = losses.seed_loss(
+        rl, opd, out = losses.seed_loss(
             logp, old, ref, teacher if use_opd else None, advantages[index].to(logp), mask, skill_mask, clip_range=cfg.clip_range,
             dual_clip=cfg.dual_clip, kl_coef=cfg.kl_coef, lambda_opd=cfg.lambda_opd, beta_opd=cfg.beta_opd, rl_tokens=tokens,
             opd_tokens=skill_tokens)
@@ -1160,9 +1177,55 @@ def _minibatch_gradients(policy: Policy, cfg: Config, params: list, rolls: list[
             (policy.loss_scale * rl).backward()
         else:
             (policy.loss_scale * (rl + opd)).backward()
-        for key, name in LOSS_METRICS.items():
-            found.append((name, float(stats[key])))
-    return opd_grads, found
+        stats += [(name, float(out[key])) for key, name in LOSS_METRICS.items()]
+    if apart:
+        stats += [("grad_norm_rl", _norm([p.grad for p in params]) / policy.loss_scale), ("grad_norm_opd", _norm(opd_grads) / policy.loss_scale)]
+        for p, g in zip(params, opd_grads):
+            p.grad = g if p.grad is None else p.grad + g
+    return stats
+
+
+def update_policy(policy: Policy, cfg: Config, optimizer: torch.optim.Optimizer, rolls: list[Rollout], scores: Scores, advantages: torch.Tensor,
+                  has_skill: list[bool], update: int) -> dict:
+    """One epoch over the rollouts in `cfg.minibatches` optimizer steps. Returns the loss statistics, averaged over the steps.
+
+    One step with a gradient that is not finite would turn every weight into NaN. So the episodes that cause one are found (each alone),
+    dropped, and the step is taken without them; if none of them does it alone, the step is skipped.
+    """
+    params = optimizer.param_groups[0]["params"]
+    totals, steps = Counter(), 0
+    use_opd = cfg.method == "seed" and not cfg.no_opd
+    usable = [i for i, r in enumerate(rolls) if any(r.sampled)]
+    order = [usable[i] for i in counted_rng(cfg.seed, "minibatch", update).permutation(len(usable))]
+
+    def attempt(part, apart=False):  # gradients of some rollouts, from none
+        def work():
+            optimizer.zero_grad(set_to_none=True)
+            return gradients(policy, cfg, params, rolls, scores, advantages, has_skill, part, apart)
+        stats = retry_smaller(cfg, "micro_tokens", totals, work)
+        return stats, all(math.isfinite(value) for _, value in stats) and math.isfinite(_norm([p.grad for p in params]))
+
+    for part in np.array_split(order, cfg.minibatches):
+        part = [int(i) for i in part]
+        if not part:
+            continue
+        stats, good = attempt(part, use_opd and steps == 0)
+        if not good and policy.loss_scale <= 2:  # above that, fp16's scale is the first suspect, and optimizer_step halves it
+            bad = [i for i in part if not attempt([i])[1]]
+            totals[DROPPED] += drop(rolls, scores, bad, "loss or gradient not finite")
+            part = [i for i in part if i not in bad]
+            stats, good = attempt(part, use_opd and steps == 0) if bad and part else (stats, False)
+        if good or policy.loss_scale > 2:
+            norm, skipped = optimizer_step(policy, cfg, optimizer)
+            totals.update([skipped] if skipped else [])
+            for name, value in [] if skipped else stats + [("grad_norm", norm)]:
+                totals[name] += value
+            steps += not skipped
+        else:
+            totals[SKIPPED] += bool(part)
+            optimizer.zero_grad(set_to_none=True)
+    once = ("grad_norm_rl", "grad_norm_opd", SKIPPED, SCALED, DROPPED, HALVED.format("micro_tokens"))
+    return {key: value if key in once else value / max(1, steps) for key, value in totals.items()}
 
 
 # losses.seed_loss's statistics that are logged, under the names that users of other trainers know
@@ -1170,7 +1233,7 @@ LOSS_METRICS = {"loss": "loss", "rl_loss": "rl_loss", "opd_loss": "opd_loss", "k
 
 
 def _norm(grads: list[torch.Tensor | None]) -> float:
-    return float(torch.stack([g.float().norm() for g in grads if g is not None]).norm())
+    return float(torch.stack([g.float().norm() for g in grads if g is not None] or [torch.zeros(())]).norm())
 
 
 def gate_metrics(cfg: Config, rolls: list[Rollout], replies: list[skills.Reply], scores: Scores) -> dict:
@@ -1226,7 +1289,7 @@ def one_update(policy: Policy, pool: envs.EnvPool, games: list[envs.Game], cfg: 
     advantages = losses.group_advantages(rewards).view(-1).float()
     has_skill = [bool(r.skill) for r in replies] if replies else [False] * len(rolls)
     stats = update_policy(policy, cfg, optimizer, rolls, scores, advantages, has_skill, update)
-    counters += Counter({name: stats.pop(name, 0) for name in (SKIPPED, SCALED, HALVED.format("micro_tokens"))})
+    counters += Counter({name: stats.pop(name, 0) for name in (DROPPED, SKIPPED, SCALED, HALVED.format("micro_tokens"))})
     clock.lap("training")
     run.write_rollouts(rolls, replies, update, stage="rl", scores=scores)
     lengths = [sum(r.sampled) for r in rolls]
@@ -1308,7 +1371,7 @@ def evaluate(policy: Policy, pool: envs.EnvPool, games: list[envs.Game], cfg: Co
 # 9. Runs: logs, checkpoints, exact resume, curves, report
 # ------------------------------------------------------------------------------------------------------------------
 FORMAT = 1  # of the checkpoint folder
-LOGS = ("metrics.jsonl", "rollouts.jsonl", "skills.jsonl")
+LOGS = ("metrics.jsonl", "rollouts.jsonl", "skills.jsonl", "dropped.jsonl")
 
 
 class Stopwatch:
@@ -1341,16 +1404,35 @@ class Run:
         self.metrics: list[dict] = []
         self.update, self.stage1_done = 0, False
 
+    @contextlib.contextmanager
+    def opened(self, fresh: bool):
+        """`with run.opened(fresh):` the folder is this process's alone. ValueError if another process works in it.
+
+        A lock of the operating system on the folder itself: it ends with the process, however that ends, and leaves no file behind.
+        """
+        self.dir.mkdir(parents=True, exist_ok=True)
+        handle = os.open(self.dir, os.O_RDONLY)  # not inherited by the environment workers
+        try:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ValueError(f"{self.dir} is in use: another process is running there. Wait for it, or choose another --name.") from None
+            if fresh:
+                self.create()
+            yield
+        finally:
+            os.close(handle)
+
     def create(self) -> None:
         """A fresh folder; an existing run is refused unless --overwrite."""
-        if self.dir.exists() and any(self.dir.iterdir()):
-            if not (self.dir / "config.json").exists():
-                raise ValueError(f"{self.dir} holds files that are no run of seed_mini; choose another --name or --out.")
-            if not (self.cfg.overwrite or self.cfg.resume):
-                raise ValueError(f"{self.dir} already holds a run: continue it with --resume, replace it with --overwrite, or choose another --name.")
-            shutil.rmtree(self.dir)
-        self.dir.mkdir(parents=True, exist_ok=True)
-        write_json(self.dir / "config.json", dataclasses.asdict(self.cfg) | {"git_commit": git_commit(), "torch": torch.__version__, "format": FORMAT})
+        present = [p for p in self.dir.iterdir() if p.name != "config.json.tmp"]
+        if present and not (self.dir / "config.json").exists():
+            raise ValueError(f"{self.dir} holds files that are no run of seed_mini; choose another --name or --out.")
+        if present and not (self.cfg.overwrite or self.cfg.resume):
+            raise ValueError(f"{self.dir} already holds a run: continue it with --resume, replace it with --overwrite, or choose another --name.")
+        for path in sorted(present, key=lambda p: p.name == "config.json"):  # that one last: killed here, it is still a run
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        write_json(self.dir / "config.json", dataclasses.asdict(self.cfg) | dict(git_commit=git_commit(), torch=torch.__version__, format=FORMAT))
 
     def say(self, text: str) -> None:
         """One line for the person at the terminal."""
@@ -1358,20 +1440,26 @@ class Run:
 
     def log(self, line: dict) -> None:
         """One line of metrics.jsonl, and its progress line."""
-        self.metrics.append(line)
+        line = finite(line)
         with open(self.dir / "metrics.jsonl", "a") as f:
-            f.write(json.dumps(line) + "\n")
+            f.write(json.dumps(line, allow_nan=False) + "\n")
+        self.metrics.append(line)
         self.say(progress_line(line))
 
     def write_rollouts(self, rolls: list[Rollout], replies: list[skills.Reply] | None, update: int, stage: str, scores: Scores | None = None) -> None:
-        """Readable episodes to rollouts.jsonl (one of each game, and all that have no token to train) and every skill to skills.jsonl
-        with outcome, status and mean Delta."""
+        """Readable episodes to rollouts.jsonl (one of each game, and all that have no token to train), every skill to skills.jsonl with
+        outcome, status and mean Delta, and what was dropped to dropped.jsonl: episode, token ids and the sampler's log-probs (null: not finite)."""
         seen = set()
         with open(self.dir / "rollouts.jsonl", "a") as f:
             for r in rolls:
-                if r.episode.game_id not in seen or not any(r.sampled):  # what was dropped is kept for inspection
+                if r.episode.game_id not in seen or not any(r.sampled):
                     f.write(json.dumps({"update": update, "stage": stage} | dataclasses.asdict(r.episode)) + "\n")
                 seen.add(r.episode.game_id)
+        for r in rolls:
+            if r.dropped:
+                with open(self.dir / "dropped.jsonl", "a") as f:
+                    row = dict(update=update, why=r.dropped, episode=dataclasses.asdict(r.episode), ids=r.ids, logp=r.logp)
+                    f.write(json.dumps(finite(row)) + "\n")
         with open(self.dir / "skills.jsonl", "a") as f:
             for i, (r, reply) in enumerate(zip(rolls, replies or [])):
                 delta = (scores.teacher[i] - scores.old[i]).mean().item() if scores and reply.skill and len(scores.old[i]) else None
@@ -1392,37 +1480,77 @@ class Run:
                                                   log_bytes={n: (self.dir / n).stat().st_size if (self.dir / n).exists() else 0 for n in LOGS},
                                                   sha256={str(p.relative_to(temporary)): sha256(p) for p in sorted(temporary.rglob("*")) if p.is_file()}))
         for path in [*temporary.rglob("*"), *(self.dir / name for name in LOGS)]:
-            if path.is_file():
-                with open(path, "rb") as f:
-                    os.fsync(f.fileno())
+            if path.exists():
+                sync(path)
         shutil.rmtree(final, ignore_errors=True)
         temporary.rename(final)
-        kept = sorted(final.parent.glob("update-*"))
-        for old in kept[:-2]:  # the newest two: if the last one is torn, the one before is good
-            if old.name != "update-000000":  # the start of Stage 2 is the reference policy and what --sft_from reads
+        sync(final.parent)
+        self.prune()
+
+    def best(self) -> str:
+        """Name of the checkpoint with the best evaluation so far (the first of equals), "" without any. Kept for the user, never reported as
+        the result: it was chosen on the games it is measured on."""
+        rows = [m for m in self.metrics if m["stage"] == "eval" and m["at"].isdigit() and m["split"] == self.cfg.eval_splits[0]]
+        rows = [(m["success"], f"update-{int(m['at']):06d}") for m in rows]
+        rows = [row for row in rows if (self.dir / "checkpoints" / row[1]).exists()]  # not every evaluation has a checkpoint
+        return max(rows, key=lambda row: row[0])[1] if rows else ""
+
+    def prune(self) -> None:
+        """Keep the newest two checkpoints (if the last is torn, the one before is good), the best, and the start of Stage 2, which is the
+        reference policy and what --sft_from reads. Delete the others."""
+        kept = sorted((self.dir / "checkpoints").glob("update-*"))
+        for old in kept[:-2]:
+            if old.name not in ("update-000000", self.best()):
                 shutil.rmtree(old)
 
     def newest(self) -> tuple[Path, dict]:
         """The newest checkpoint whose checksums agree, and its state. Raises ValueError if there is none."""
         for path in sorted((self.dir / "checkpoints").glob("update-*"), reverse=True):
-            try:
-                state = json.loads((path / "state.json").read_text())
-                if state["format"] > FORMAT:
-                    raise ValueError(f"{path} was written by a newer seed_mini (format {state['format']}, this one reads {FORMAT}); update seed_mini.")
-                if all(sha256(path / name) == digest for name, digest in state["sha256"].items()):
-                    return path, state
-            except (OSError, KeyError, json.JSONDecodeError, UnicodeDecodeError):
-                pass
+            if state := good_checkpoint(path):
+                return path, state
             self.say(f"warning: checkpoint {path} is damaged; trying the one before")
         raise ValueError(f"--resume: {self.dir} holds no usable checkpoint. Start it again with --overwrite.")
 
     def rewind(self, state: dict) -> None:
-        """Cut the logs back to where they were when the checkpoint was written, and reload the metrics."""
+        """Cut the logs back to where they were when the checkpoint was written (which takes half-written lines away), and reload the metrics."""
         for name, size in state["log_bytes"].items():
-            if (self.dir / name).exists():
-                os.truncate(self.dir / name, size)
+            data = (self.dir / name).read_bytes()[:size] if (self.dir / name).exists() else b""
+            if len(data) < size:  # not by a kill: the logs are synced before the checkpoint gets its name
+                self.say(f"warning: {self.dir / name} is shorter than it was; its last lines are lost")
+                data = data[:data.rfind(b"\n") + 1]
+            if data or (self.dir / name).exists():
+                os.truncate(self.dir / name, len(data))
         self.metrics = read_jsonl(self.dir / "metrics.jsonl")
         self.update = state["update"]
+
+
+def good_checkpoint(path: Path) -> dict | None:
+    """The state of a checkpoint folder, None if it is damaged. Raises ValueError if a newer seed_mini wrote it."""
+    try:
+        state = json.loads((path / "state.json").read_text())
+        if state["format"] > FORMAT:
+            raise ValueError(f"{path} was written by a newer seed_mini (format {state['format']}, this one reads {FORMAT}); update seed_mini.")
+        return state if all(sha256(path / name) == digest for name, digest in state["sha256"].items()) else None
+    except (OSError, KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError):
+        return None
+
+
+def finite(value):
+    """The same JSON data with None for every number that is not finite: NaN is no JSON, and no measurement."""
+    if isinstance(value, dict):
+        return {k: finite(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or a folder's list of names, is on the disk: a power cut must not undo a rename."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def read_jsonl(path: Path) -> list[dict]:
@@ -1431,9 +1559,10 @@ def read_jsonl(path: Path) -> list[dict]:
 
 
 def write_json(path: Path, data: dict) -> None:
-    """Indented JSON, written to a temporary name first."""
+    """Indented JSON, written to a temporary name and synced first: whoever sees the name sees all of it."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(json.dumps(data, indent=1) + "\n")
+    sync(temporary)
     temporary.replace(path)
 
 
@@ -1494,7 +1623,10 @@ def progress_line(line: dict) -> str:
     if line["stage"] == "sft":
         if "rows" in line:
             return f"sft   base wins {line['success']:.1%} of {line['episodes']} episodes, {line['rows']} rows to learn from"
-        return f"sft   {line['step']:4d}/{line['steps']} loss {line['loss']:.3f} anchor {line['anchor_kl']:.4f}"
+        skipped = " skipped: the gradient is not finite" if "counters" in line else f" loss {line['loss']:.3f} anchor {line['anchor_kl']:.4f}"
+        return f"sft   {line['step']:4d}/{line['steps']}{skipped}"
+    if "kl" not in line:
+        return f"update {line['update']:3d} | reward {line['reward']:6.2f} | nothing to learn from: no optimizer step was taken, see counters"
     text = (f"update {line['update']:3d} | reward {line['reward']:6.2f} success {line['success']:6.1%} tied groups {line['frac_reward_zero_std']:4.0%} "
             f"| kl {line['kl']:.4f} clip {line['clip_ratio']:.1%} entropy {line['entropy']:.3f} invalid {line['invalid_action_rate']:.0%}")
     if "parse_rate" in line:
@@ -1558,6 +1690,7 @@ def write_report(run: Run) -> None:
     totals = Counter()
     for m in run.metrics:
         totals.update({k: v for k, v in m.get("counters", {}).items() if not k.startswith("ended: won")})
+    lines += ["", f"Best evaluation among the kept checkpoints: {run.best() or 'none'}. It was chosen on these games, so it is no result."]
     lines += ["", "## Counted on the way", ""] + [f"* {k}: {v}" for k, v in sorted(totals.items())]
     if rl:
         lines += ["", f"Seconds per update (median): {np.median([m['step_time'] for m in rl]):.1f}. First update's sampler-to-scoring gap in log-prob: {rl[0]['sampler_gap']:.2e}."]
@@ -1583,8 +1716,9 @@ def resolve(cfg: Config) -> Config:
     if profile == "auto":
         small = cfg.model == "tiny"
         if not small and (Path(cfg.model) / "config.json").exists():
-            c = AutoConfig.from_pretrained(cfg.model)
-            small = 12 * c.num_hidden_layers * c.hidden_size ** 2 < 50e6  # about the parameters of the transformer itself
+            with contextlib.suppress(Exception):  # load_policy says what is wrong with it
+                c = AutoConfig.from_pretrained(cfg.model)
+                small = 12 * c.num_hidden_layers * c.hidden_size ** 2 < 50e6  # about the parameters of the transformer itself
         profile = "tiny" if small else "paper"
     filled = {k: v for k, v in PROFILES[profile].items() if getattr(cfg, k) is None}
     given = {name for name in ("rollout_batch", "micro_tokens") if getattr(cfg, name) is not None}
@@ -1643,7 +1777,10 @@ def to_resume(run: Run) -> bool:
     if not (run.dir / "config.json").exists():
         raise ValueError(f"--resume: there is no run in {run.dir}.")
     now, free = dataclasses.asdict(run.cfg), ("resume", "overwrite", "updates", "debug", "out", "name")
-    saved = json.loads((run.dir / "config.json").read_text())
+    try:
+        saved = json.loads((run.dir / "config.json").read_text())
+    except ValueError as error:
+        raise ValueError(f"--resume: {run.dir / 'config.json'} is damaged ({error}). Start the run again in another folder.") from error
     changed = [f"{k} was {v!r}, now {now[k]!r}" for k, v in saved.items() if k in now and now[k] != v and k not in free]
     if changed:
         raise ValueError(f"--resume needs the options the run was started with: {'; '.join(changed)}.")
@@ -1653,16 +1790,36 @@ def to_resume(run: Run) -> bool:
 def resume(run: Run) -> tuple[Policy, Path]:
     """The policy of the newest good checkpoint (its reference policy is update-000000); logs are cut back to that moment."""
     path, state = run.newest()
+    if path.name != "update-000000" and not good_checkpoint(path.with_name("update-000000")):
+        raise ValueError(f"--resume: {path.with_name('update-000000')}, the reference policy, is damaged. Start the run again with --overwrite.")
     run.rewind(state)
+    run.prune()  # what a kill in the middle of it has left
     run.say(f"resuming {run.dir} after update {run.update}")
     return load_policy(run.cfg, str(path / "policy")), path
 
 
-def static_library(policy: Policy, pool: envs.EnvPool, games: list[envs.Game], cfg: Config) -> dict[str, str]:
-    """Ablation: one offline skill per training game, from one rollout of the Stage-2 start, written by the Stage-1 analyzer and never renewed."""
+def static_library(policy: Policy, pool: envs.EnvPool, games: list[envs.Game], cfg: Config, file: Path) -> dict[str, str]:
+    """Ablation: one offline skill per training game, from one rollout of the Stage-2 start, written by the Stage-1 analyzer and never renewed.
+
+    Kept in `file`: an endpoint need not answer the same twice, so --resume must not ask it again.
+    """
+    if file.exists():
+        return json.loads(file.read_text())
     rolls, _ = rollout(policy, pool, games, cfg, [counted_rng(cfg.seed, "static", g.id) for g in games], cfg.temperature)
     replies, _ = analyze_with(cfg, [r.episode for r in rolls])
-    return {r.episode.game_id: reply.skill for r, reply in zip(rolls, replies) if reply.skill}
+    write_json(file, {r.episode.game_id: reply.skill for r, reply in zip(rolls, replies) if reply.skill})
+    return json.loads(file.read_text())
+
+
+def still_healthy(run: Run, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether everything was finite in the last update. Raises RuntimeError where going on could only spoil the good checkpoints."""
+    advice = "the checkpoint from before is kept. Start again from its policy folder (--model) with a lower --lr."
+    sick = [bool({DROPPED, SKIPPED} & {k for k, n in m["counters"].items() if n}) for m in run.metrics if m["stage"] == "rl"][-4:]
+    if len(sick) == 4 and all(sick):
+        raise RuntimeError(f"four updates in a row had log-probs or gradients that are not finite, so the run stops; {advice}")
+    if not all(p.isfinite().all() for p in optimizer.param_groups[0]["params"]):
+        raise RuntimeError(f"the weights are not finite after update {run.update + 1}, so the run stops; {advice}")
+    return not sick[-1]
 
 
 def train(cfg: Config, notice: str = "") -> None:
@@ -1678,9 +1835,8 @@ def train(cfg: Config, notice: str = "") -> None:
     if not games["train"]:
         raise ValueError("there is no training game (train split empty).")
     envs.check_engine(games)
-    if not going_on:
-        run.create()
-    with envs.EnvPool(workers=cfg.workers, step_timeout=cfg.step_timeout, max_steps=cfg.max_steps, invalid_penalty=cfg.invalid_penalty) as pool:
+    with (run.opened(fresh=not going_on),
+          envs.EnvPool(workers=cfg.workers, step_timeout=cfg.step_timeout, max_steps=cfg.max_steps, invalid_penalty=cfg.invalid_penalty) as pool):
         if going_on:
             policy, path = resume(run)
         else:
@@ -1695,20 +1851,17 @@ def train(cfg: Config, notice: str = "") -> None:
         if (path / "optimizer.safetensors").exists():
             load_optimizer(optimizer, path / "optimizer.safetensors")
         with reference_of(policy) as reference:
-            library = static_library(reference, pool, games["train"], cfg) if cfg.static_skills else {}
+            library = static_library(reference, pool, games["train"], cfg, run.dir / "library.json") if cfg.static_skills else {}
         for update in range(run.update + 1, cfg.updates + 1):
             line = one_update(policy, pool, games["train"], cfg, optimizer, update, run, library)
             run.log(line)
             for text in warnings_of(cfg, line):
                 run.say(f"warning: {text}")
-            sick = [bool({DROPPED, SKIPPED} & m["counters"].keys()) for m in run.metrics if m["stage"] == "rl"][-4:]
-            if len(sick) == 4 and all(sick):
-                raise RuntimeError("four updates in a row had log-probs or gradients that are not finite, so the run stops; the checkpoint "
-                                   "from before them is kept. Start again from its policy folder (--model) with a lower --lr.")
+            healthy = still_healthy(run, optimizer)
             run.update = update
             if update == cfg.updates or (cfg.eval_every and update % cfg.eval_every == 0):
                 evaluate_splits(policy, pool, games, run, str(update))
-            if update == cfg.updates or (update % cfg.save_every == 0 and not sick[-1]):
+            if update == cfg.updates or (update % cfg.save_every == 0 and healthy):
                 run.save(policy, optimizer)
     draw_curves(run)
     write_report(run)
@@ -1735,14 +1888,27 @@ def evaluate_only(cfg: Config, notice: str = "") -> None:
             print(f"written: {folder / f'eval-{split}.json'}")
 
 
+def one_sentence(error: Exception) -> str:
+    """An error as one line that is safe to print."""
+    full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    if getattr(error, "errno", 0) in full or any(f"(os error {n})" in str(error) for n in full):  # the second is how safetensors says it
+        return f"the disk is full ({error}); what was written before is intact: make room and continue with --resume"
+    return safe(" ".join(str(error).split()))[:600]
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Command line. 0 = done, 2 = bad input or a run that cannot go on (one sentence), 130 = Ctrl-C (resumable)."""
+    """Command line. 0 = done, 2 = bad input or a run that cannot go on (one sentence), 130 = Ctrl-C and 143 = SIGTERM (both resumable)."""
     parser = HfArgumentParser(Config, prog="python seed_mini.py", usage="%(prog)s [--option value ...] (--help explains every option)",
                               description=__doc__.split("\n")[0],
                               epilog="Defaults by profile: " + "; ".join(f"{p}: " + ", ".join(f"{k}={v}" for k, v in d.items()) for p, d in PROFILES.items()))
     cfg = Config(**vars(parser.parse_args(argv)))
     transformers.utils.logging.disable_progress_bar()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # a hub that cannot be reached: our one sentence, not its retries
+
+    def terminate(*_):  # as Ctrl-C: unwinds the stack, so that workers end and the folder is released
+        raise KeyboardInterrupt("SIGTERM")
+
+    before = signal.signal(signal.SIGTERM, terminate)
     try:
         check_config(cfg)
         model, notice = choose_model(cfg)
@@ -1754,14 +1920,16 @@ def main(argv: list[str] | None = None) -> int:
             print(*filter(None, (notice, dry_run(cfg))), sep="\n")
         else:
             evaluate_only(cfg, notice) if cfg.eval else train(cfg, notice)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         print("\nstopped; continue with --resume", file=sys.stderr)
-        return 130
-    except (ValueError, RuntimeError, OSError, ImportError) as error:
+        return 143 if stop.args == ("SIGTERM",) else 130
+    except (ValueError, RuntimeError, OSError, ImportError, SafetensorError) as error:
         if cfg.debug:
             raise
-        print(f"seed_mini: {safe(str(error))}", file=sys.stderr)
+        print(f"seed_mini: {one_sentence(error)}", file=sys.stderr)
         return 2
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return 0
 
 

@@ -117,6 +117,7 @@ def check(folder: Path, dims: dict, **settings) -> list[dict]:
                 p.normal_(std=1e-3, generator=torch.Generator(p.device).manual_seed(0))
     sm.freeze_reference(policy)  # stands for Stage 1's adapter
     run, optimizer, games, real = sm.Run(cfg), sm.make_optimizer(policy, cfg.lr, cfg.weight_decay), fake_games(cfg.tasks_per_update), sm.complete
+    run.dir.mkdir(parents=True, exist_ok=True)
     run.create()
 
     def complete(*args):  # noise does not write JSON: the real generation, for its time and memory, then a skill in its place

@@ -246,11 +246,14 @@ def test_a_closed_slot_hands_its_engine_on(games):
     again.close()
 
 
-def test_a_folder_that_alfworld_cannot_create_is_named(tmp_path):
+def test_the_alfworld_package_creates_no_folder(tmp_path):
+    """Importing it creates ALFWORLD_DATA or ~/.cache/alfworld, and fails where it cannot: not here."""
     (tmp_path / "file").write_text("")
-    done = subprocess.run([sys.executable, "-c", "import envs; envs.AlfworldEnv()"], capture_output=True, text=True,
-                          cwd=Path(envs.__file__).parent, env={**os.environ, "ALFWORLD_DATA": str(tmp_path / "file" / "data")})
-    assert done.returncode == 1 and f"must be able to create {tmp_path}/file/data" in done.stderr.splitlines()[-1]
+    for data in ({"ALFWORLD_DATA": str(tmp_path / "file" / "data")}, {"ALFWORLD_DATA": ""}):
+        done = subprocess.run([sys.executable, "-c", "import envs, os; envs.AlfworldEnv(); print(os.environ['ALFWORLD_DATA'])"], capture_output=True,
+                              text=True, cwd=Path(envs.__file__).parent, env={**os.environ, "HOME": str(tmp_path / "home"), **data})
+        assert (done.returncode, done.stdout) == (0, data["ALFWORLD_DATA"] + "\n"), done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"file"}
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -329,11 +332,14 @@ def test_an_episode_lost_while_it_is_replayed_is_reported_when_it_is_next_steppe
         assert pool.counters == {"env timeout": 0, "env died": 2, "workers restarted": 2, "slots replayed": 3}
 
 
-def test_a_game_the_workers_cannot_play_stops_the_reset_with_its_name(games, tmp_path):
+def test_a_game_the_workers_cannot_play_ends_its_episode_and_no_other(games, tmp_path):
     bad = broken_game(tmp_path, games[0], lambda data: data.pop("grammar"))
     with EnvPool(workers=2) as pool:
-        with pytest.raises(RuntimeError, match=str(tmp_path)):
-            pool.reset([games[0], bad, games[1], games[2]])
+        starts = pool.reset([games[0], bad, games[1], games[2]])
+        assert [info.get("end") for _, info in starts] == [None, "game unplayable", None, None] and str(tmp_path) in starts[1][1]["reason"]
+        assert pool.counters["game unplayable"] == 1 and set(pool.step({0: "look", 2: "look", 3: "look"})) == {0, 2, 3}
+        with pytest.raises(RuntimeError, match=str(tmp_path)):              # nothing at all can be played
+            pool.reset([bad, bad])
         assert pool.reset(games[:2])[1][1]["game_id"] == games[1].id        # and the pool is still good
 
 

@@ -198,7 +198,7 @@ def test_one_launcher_at_a_time(world):
 def test_other_settings_are_refused(world):
     world.go()
     kept = world.path.read_text()
-    with pytest.raises(ValueError, match="lr was 0.0004, is 0.1.*never mixed"):
+    with pytest.raises(ValueError, match="lr was 0.0002, is 0.1.*never mixed"):
         world.go(settings=SETTINGS | dict(lr=0.1), seeds=(0, 1, 2))
     assert world.launched == [] and world.path.read_text() == kept
 

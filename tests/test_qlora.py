@@ -367,12 +367,14 @@ def test_an_adapter_that_does_not_belong_here_is_refused_in_a_sentence(trained, 
     cfg, _, place, _, _ = trained
     noise = gpu_check.random_qwen3(tmp_path / "other", seed=5, **DIMS)
     shallow = gpu_check.random_qwen3(tmp_path / "shallow", **DIMS | dict(num_hidden_layers=1))
+    narrow = gpu_check.random_qwen3(tmp_path / "narrow", **DIMS | dict(intermediate_size=64))
     apart = gpu_check.random_qwen3(tmp_path / "apart", **DIMS | dict(tie_word_embeddings=False))
     unsigned = changed(place, tmp_path / "unsigned")
     (unsigned / "seed_mini.json").unlink()
     regex = changed(unsigned, tmp_path / "regex", target_modules=r".*(q_proj|lm_head)")
     for base, adapter, word in [
-            (noise, place, "was made for"), (shallow, unsigned, "does not fit"), (folder, tmp_path, "not a LoRA adapter folder"),
+            (noise, place, "was made for"), (shallow, unsigned, "does not fit"), (narrow, unsigned, "does not fit"),
+            (folder, changed(unsigned, tmp_path / "0", trainable_token_indices=[5]), "one tied matrix"), (folder, tmp_path, "not a LoRA adapter folder"),
             (folder, changed(unsigned, tmp_path / "1", target_modules=["q_proj", "lm_head"]), "lm_head: head and embedding are one"),
             (folder, changed(unsigned, tmp_path / "2", target_modules=["embed_tokens"]), "embed_tokens: head and embedding are one"),
             (folder, changed(unsigned, tmp_path / "3", modules_to_save=["lm_head"]), "one tied matrix"),
