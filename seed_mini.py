@@ -755,12 +755,24 @@ def analyze_own(policy: Policy, cfg: Config, rolls: list[Rollout], update: int, 
         counters["analyses cut at max_analysis"] += cut
         replies = [skills.parse_reply(text) for text in texts]
     if cfg.shuffle_skills:
-        usable = counted_rng(cfg.seed, "shuffle", update).permutation([i for i, r in enumerate(replies) if r.skill]).tolist()
-        giver = dict(zip(usable, usable[1:] + usable[:1]))  # one cycle, so nobody keeps its own
+        giver = skill_givers([r.episode.game_id if reply.skill else "" for r, reply in zip(rolls, replies)], counted_rng(cfg.seed, "shuffle", update))
+        counters["shuffled within a game"] += sum(rolls[i].episode.game_id == rolls[j].episode.game_id for i, j in giver.items())
         replies = [replies[giver[i]] if i in giver else r for i, r in enumerate(replies)]
     counters.update(f"analysis {r.status}" for r in replies if r.status != "ok")
     counters["skills shortened"] += sum(r.cut for r in replies)
     return replies, +counters
+
+
+def skill_givers(games: list[str], rng: np.random.Generator) -> dict[int, int]:
+    """--shuffle_skills: {i: whose skill episode i gets}, a permutation of the episodes with a skill (games[i], "" = none).
+
+    Nobody gets a skill of the own game as long as no game has more than half of them; nobody ever gets the own one, unless it is the only one.
+    """
+    order = [int(i) for i in rng.permutation(len(games)) if games[i]]
+    order = [i for game in dict.fromkeys(games[i] for i in order) for i in order if games[i] == game]  # games as blocks
+    shift = max(Counter(games[i] for i in order).values(), default=0)  # moved on by the longest block, everybody leaves the own one
+    shift = 1 if shift == len(order) else shift
+    return dict(zip(order, order[shift:] + order[:shift]))
 
 
 def score_all(policy: Policy, cfg: Config, rolls: list[Rollout], replies: list[skills.Reply] | None) -> Scores:
