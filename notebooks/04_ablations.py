@@ -56,7 +56,9 @@ source = build.cells_of((HERE / "03_grpo_vs_seed.py").read_text(encoding="utf-8"
 exec(next(cell["source"] for cell in source if "def bootstrap(" in cell["source"]))
 
 # %%
-records = experiments.read("curves", "ablations", "sensitivity")
+# The sensitivity runs are the last to be made; the rest can be read before.
+most = (HERE / "data" / "ablations.jsonl").exists() and not (HERE / "data" / "sensitivity.jsonl").exists()
+records = experiments.read("curves", "ablations", *([] if most else ["sensitivity"]))
 assert len({(r["settings_hash"], r["base"], r["purpose"]) for r in records}) == 1, "only the like is compared"
 purpose = records[0]["purpose"]
 TRIAL = "" if purpose == "reported" else f"{purpose.upper()} RECORDS, they say nothing: "
@@ -197,37 +199,49 @@ print(f"\nno OPD and GRPO agree in every game of every evaluation on {len(SEEDS)
 # %%
 VARIED = experiments.arms_of("sensitivity")
 FEW = sorted(set.intersection(*({s for a, s in runs if a == arm} for arm in ("seed", "grpo", *VARIED))))
+if not FEW:
+    print("The runs of this section have not been made yet: python notebooks/experiments.py sensitivity")
 VALUES = {"lambda_opd": {0.0: "grpo", shared["lambda_opd"]: "seed"}, "beta_opd": {shared["beta_opd"]: "seed"}}
 for arm, change in VARIED.items():
     for option, value in change.items():
         VALUES[option][value] = arm
-fig, axes = plt.subplots(2, 2, figsize=(9, 5), sharex="col", sharey="row", layout="constrained", height_ratios=(2, 1))
-for column, (option, arms) in enumerate(VALUES.items()):
-    for x, (value, arm) in enumerate(sorted(arms.items())):
-        rates, invalid = 100 * end(arm, seeds=FEW).mean(1), 100 * metric(arm, "invalid_action_rate", FEW)
-        mean, half = mean_half(rates)
-        default = arm == "seed"
-        style = dict(fmt="o", color=BLUE, mfc=BLUE) if default else dict(fmt="s", color=ORANGE, mfc="white")
-        axes[0, column].errorbar(x, mean, yerr=[[min(half, mean)], [min(half, 100 - mean)]], capsize=3, ms=8, **style)
-        axes[0, column].plot(np.full(len(FEW), x + 0.12), rates, ".", color="black", ms=4)
-        axes[1, column].bar(x, invalid, 0.5, edgecolor="black", color=BLUE if default else "white",
-                            hatch="" if default else "///")
-        print(f"{option} = {value:<5g} last update {mean:5.1f} +- {half:5.1f}%   "
-              f"area {100 * way(arm, seeds=FEW).mean():5.1f}%   invalid {invalid:3.0f}%   "
-              f"gate mean {dash(metric(arm, 'gate_mean', FEW), '.2f'):4s}   KL {metric(arm, 'kl', FEW):.3f}")
-    notes = {"seed": "\n(default)", "grpo": "\n(GRPO)"}
-    axes[1, column].set_xticks(range(len(arms)), [f"{v:g}{notes.get(a, '')}" for v, a in sorted(arms.items())])
-    axes[1, column].set_xlabel(option)
-    axes[0, column].grid(alpha=0.25, lw=0.5, axis="y")
-axes[0, 0].set(ylabel=f"success on unseen houses\nat update {AT[-1]} (%)", ylim=(0, None))
-axes[1, 0].set(ylabel="invalid actions (%)", ylim=(0, None))
-fig.suptitle(f"{TRIAL}{len(FEW)} seeds; filled: the default", color="#555555", fontsize=9)
-plt.show()
-for option, arms in VALUES.items():
-    best = max(arms, key=lambda v: end(arms[v], seeds=FEW).mean())
-    note = f"; the default is {shared[option]:g} (not chosen on these seeds)."
-    rest = ", the default." if arms[best] == "seed" else note
-    print(f"{TRIAL}{option}: the highest mean at the last update is at {best:g}{rest}")
+
+
+def draw_sensitivity() -> None:
+    """Success, and invalid actions, by value of lambda and of beta; a sentence about the highest mean of each."""
+    fig, axes = plt.subplots(2, 2, figsize=(9, 5), sharex="col", sharey="row", layout="constrained",
+                             height_ratios=(2, 1))
+    for column, (option, arms) in enumerate(VALUES.items()):
+        for x, (value, arm) in enumerate(sorted(arms.items())):
+            rates, invalid = 100 * end(arm, seeds=FEW).mean(1), 100 * metric(arm, "invalid_action_rate", FEW)
+            mean, half = mean_half(rates)
+            default = arm == "seed"
+            style = dict(fmt="o", color=BLUE, mfc=BLUE) if default else dict(fmt="s", color=ORANGE, mfc="white")
+            bar = [[min(half, mean)], [min(half, 100 - mean)]]
+            axes[0, column].errorbar(x, mean, yerr=bar, capsize=3, ms=8, **style)
+            axes[0, column].plot(np.full(len(FEW), x + 0.12), rates, ".", color="black", ms=4)
+            axes[1, column].bar(x, invalid, 0.5, edgecolor="black", color=BLUE if default else "white",
+                                hatch="" if default else "///")
+            print(f"{option} = {value:<5g} last update {mean:5.1f} +- {half:5.1f}%   "
+                  f"area {100 * way(arm, seeds=FEW).mean():5.1f}%   invalid {invalid:3.0f}%   "
+                  f"gate mean {dash(metric(arm, 'gate_mean', FEW), '.2f'):4s}   KL {metric(arm, 'kl', FEW):.3f}")
+        notes = {"seed": "\n(default)", "grpo": "\n(GRPO)"}
+        axes[1, column].set_xticks(range(len(arms)), [f"{v:g}{notes.get(a, '')}" for v, a in sorted(arms.items())])
+        axes[1, column].set_xlabel(option)
+        axes[0, column].grid(alpha=0.25, lw=0.5, axis="y")
+    axes[0, 0].set(ylabel=f"success on unseen houses\nat update {AT[-1]} (%)", ylim=(0, None))
+    axes[1, 0].set(ylabel="invalid actions (%)", ylim=(0, None))
+    fig.suptitle(f"{TRIAL}{len(FEW)} seeds; filled: the default", color="#555555", fontsize=9)
+    plt.show()
+    for option, arms in VALUES.items():
+        best = max(arms, key=lambda v: end(arms[v], seeds=FEW).mean())
+        note = f"; the default is {shared[option]:g} (not chosen on these seeds)."
+        rest = ", the default." if arms[best] == "seed" else note
+        print(f"{TRIAL}{option}: the highest mean at the last update is at {best:g}{rest}")
+
+
+if FEW:
+    draw_sensitivity()
 
 # %% [markdown]
 # ## 3. The skills, as they were written
