@@ -481,7 +481,8 @@ class EnvPool:
     observation "", reward 0, truncated, info["end"] "env timeout" or "env died" and info["reason"] (in reset() too). A
     worker that hangs or dies is replaced and its other slots are restored by replaying their actions: exact, because
     the engine is deterministic. `counters` counts all of it. A game file that cannot be played (gone, cut short, without a
-    solution) ends its episode in reset() as "game unplayable"; if no game can be played, that is a RuntimeError. Nothing outlives close(), Ctrl-C or a kill -9 of this process: a worker ends as soon as its stdin closes.
+    solution) ends its episode in reset() as "game unplayable"; if no game can be played, that is a RuntimeError.
+    Nothing outlives close(), Ctrl-C or a kill -9 of this process: a worker ends as soon as its stdin closes.
     """
 
     def __init__(self, workers: int = 2, step_timeout: float = 30.0, max_steps: int = 30,

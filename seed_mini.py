@@ -111,7 +111,8 @@ class Config:
     eval_games: int | None = option(None, "Evaluate on the first N games of each split only. Default: all, each once.")
     max_steps: int | None = option(None, "Environment steps after which an episode is over (paper: 30).")
     think: bool | None = option(None, "Ask for <think>..</think><action>..</action> answers (paper) or for the bare command.")
-    show_admissible: bool | None = option(None, "List the admissible commands in every observation (paper: yes). Costs tokens; the tiny base was not made for it.")
+    show_admissible: bool | None = option(None, "List the admissible commands in every observation (paper: yes). "
+                                                 "Costs tokens; the tiny base was not made for it.")
     workers: int = option(2, "Processes that run the environments.")
     step_timeout: float = option(20.0, "Seconds after which a step counts as hung and its episode as truncated.")
     # -- lengths, in tokens
@@ -136,7 +137,8 @@ class Config:
     lr: float | None = option(None, "Constant learning rate of AdamW in Stage 2 (paper: 1e-6, full fine-tuning).")
     weight_decay: float = option(0.01, "Weight decay of AdamW (paper: 0.01).")
     clip_range: float = option(0.2, "PPO clip range epsilon (paper: 0.2).")
-    dual_clip: float | None = option(None, "Dual-clip constant c for negative advantages (released code: 3.0; the paper does not have it). Default: off.")
+    dual_clip: float | None = option(None, "Dual-clip constant c for negative advantages (released code: 3.0; "
+                                            "the paper does not have it). Default: off.")
     kl_coef: float | None = option(None, "Coefficient of the k3 KL to the reference policy (paper: 0.01).")
     lambda_opd: float | None = option(None, "Weight of the distillation term (paper: 0.01, with lr 1e-6 on billions of parameters).")
     beta_opd: float = option(5.0, "Sharpness of the confidence gate sigmoid(beta * Delta) (paper: 5).")
@@ -790,7 +792,8 @@ def rollout(policy: Policy, pool: envs.EnvPool, games: list[envs.Game], cfg: Con
         rolls += part
         counters += more
     if rolls and all(r.episode.end == "context limit" and not r.episode.steps for r in rolls):
-        raise RuntimeError(f"no game can begin: the first prompt alone needs more than --max_context {cfg.max_context} minus --max_response {cfg.max_response}.")
+        raise RuntimeError(f"no game can begin: the first prompt alone needs more than --max_context {cfg.max_context} "
+                           f"minus --max_response {cfg.max_response}.")
     return rolls, counters + (Counter(pool.counters) - before)  # + also drops the zeros
 
 
@@ -1293,15 +1296,15 @@ def one_update(policy: Policy, pool: envs.EnvPool, games: list[envs.Game], cfg: 
     clock.lap("training")
     run.write_rollouts(rolls, replies, update, stage="rl", scores=scores)
     lengths = [sum(r.sampled) for r in rolls]
-    gap = max((float((torch.tensor([lp for lp, on in zip(r.logp, r.sampled) if on]) - s.cpu()).abs().max()) for r, s in zip(rolls, scores.old) if len(s)),
-              default=0.0)
+    gaps = [(torch.tensor([lp for lp, on in zip(r.logp, r.sampled) if on]) - s.cpu()).abs().max() for r, s in zip(rolls, scores.old) if len(s)]
     line = dict(stage="rl", update=update, reward=float(rewards.mean()), reward_std=float(rewards.std(dim=1).mean()),
-                success=float(np.mean([r.episode.won for r in rolls])), frac_reward_zero_std=float((rewards.amax(1) == rewards.amin(1)).double().mean()),
+                success=float(np.mean([r.episode.won for r in rolls])),
+                frac_reward_zero_std=float((rewards.amax(1) == rewards.amin(1)).double().mean()),
                 frac_outcome_tied=float(np.mean([len({r.episode.won for r in rolls[g * G:(g + 1) * G]}) == 1 for g in range(P)])))
     if replies:
         line |= gate_metrics(cfg, rolls, replies, scores)
     return line | stats | {
-        "entropy": float(torch.cat(scores.entropy).sum()) / max(1, sum(lengths)), "sampler_gap": gap, "repetition": repetition(rolls),
+        "entropy": float(torch.cat(scores.entropy).sum()) / max(1, sum(lengths)), "sampler_gap": float(max(gaps, default=0.0)), "repetition": repetition(rolls),
         "invalid_action_rate": counters["invalid actions"] / max(1, sum(len(r.episode.steps) for r in rolls)),
         "completions/mean_length": float(np.mean(lengths)), "episode_tokens": float(np.mean([len(r.ids) for r in rolls])),
         "episode_steps": float(np.mean([len(r.episode.steps) for r in rolls])), "num_tokens": sum(len(r.ids) for r in rolls),
@@ -1323,7 +1326,8 @@ def warnings_of(cfg: Config, line: dict) -> list[str]:
         out.append(f"the policy is collapsing (repeated commands {line['repetition']:.0%}, entropy {line['entropy']:.3f}). Lower --lr or "
                    "--lambda_opd, or raise --kl_coef, and start again from an earlier checkpoint.")
     if {DROPPED, SKIPPED} & line["counters"].keys():
-        out.append("an episode or a step had numbers that are not finite and was left out (see counters); a fourth such update in a row stops the run.")
+        out.append("an episode or a step had numbers that are not finite and was left out (see counters); "
+                   "a fourth such update in a row stops the run.")
     if line["sampler_gap"] > 0.05:
         out.append(f"sampling and scoring disagree by up to {line['sampler_gap']:.3f} in log-prob; ratios are not 1 at the first step.")
     return out
@@ -1619,7 +1623,8 @@ def progress_line(line: dict) -> str:
     if line["stage"] == "eval":
         low, high = line["interval"]
         skill = " with a workflow skill in context" if line["skill_in_context"] else ""
-        return f"eval {line['at']:>6} {line['split']}{skill}: {line['wins']}/{line['n']} = {line['success']:.1%} [{low:.1%}, {high:.1%}], macro {line['macro']:.1%}"
+        return (f"eval {line['at']:>6} {line['split']}{skill}: {line['wins']}/{line['n']} = {line['success']:.1%} [{low:.1%}, {high:.1%}], "
+                f"macro {line['macro']:.1%}")
     if line["stage"] == "sft":
         if "rows" in line:
             return f"sft   base wins {line['success']:.1%} of {line['episodes']} episodes, {line['rows']} rows to learn from"
@@ -1659,7 +1664,8 @@ def draw_curves(run: Run) -> None:
     axes[1].plot(x, [100 * m["invalid_action_rate"] for m in rl], color="#D55E00", ls="-.", label="invalid actions")
     axes[1].set(title="Training rollouts", xlabel="update", ylabel="share (%)", ylim=(0, 100))
     if rl and "parse_rate" in rl[0]:
-        for key, colour, style, label in (("delta_won", "#0072B2", "-", "mean Delta, won episodes"), ("delta_lost", "#D55E00", "--", "mean Delta, lost episodes")):
+        for key, colour, style, label in (("delta_won", "#0072B2", "-", "mean Delta, won episodes"),
+                                          ("delta_lost", "#D55E00", "--", "mean Delta, lost episodes")):
             axes[2].plot(x, [np.nan if m[key] is None else m[key] for m in rl], color=colour, ls=style, label=label)
         axes[2].axhline(0, color="#999999", lw=0.8)
         axes[2].set(title="Skill against no skill", xlabel="update", ylabel="Delta (nats per token)")
@@ -1677,14 +1683,16 @@ def write_report(run: Run) -> None:
     """report.md: what was run, every evaluation with its interval, the last one by task type, and what went wrong on the way."""
     cfg, evals = run.cfg, [m for m in run.metrics if m["stage"] == "eval"]
     lines = [f"# {cfg.name}: {cfg.method} on {cfg.env}", "", f"Model `{cfg.model}`, seed {cfg.seed}, games seed {cfg.games_seed}, {cfg.updates} updates of "
-             f"{cfg.tasks_per_update} games x {cfg.group_size} rollouts. Evaluation at temperature {cfg.eval_temperature}, each game once, ordinary history only.", "",
+             f"{cfg.tasks_per_update} games x {cfg.group_size} rollouts. Evaluation at temperature {cfg.eval_temperature}, "
+             "each game once, ordinary history only.", "",
              "| at | split | context | wins / n | success [Wilson 95%] | macro | invalid |", "|---|---|---|---|---|---|---|"]
     for m in evals:
         lines.append(f"| {m['at']} | {m['split']} | {'workflow skill' if m['skill_in_context'] else 'history'} | {m['wins']} / {m['n']} | "
                      f"{m['success']:.1%} [{m['interval'][0]:.1%}, {m['interval'][1]:.1%}] | {m['macro']:.1%} | {m['invalid_action_rate']:.0%} |")
     for m in {m["split"]: m for m in evals if not m["skill_in_context"]}.values():  # the last one of each split
         lines += ["", f"## {m['split']} at {m['at']}, by task type", "", "| task type | wins / n | success [Wilson 95%] |", "|---|---|---|"]
-        lines += [f"| {t} | {v['wins']} / {v['n']} | {v['success']:.1%} [{v['interval'][0]:.1%}, {v['interval'][1]:.1%}] |" for t, v in m["by_type"].items()]
+        lines += [f"| {t} | {v['wins']} / {v['n']} | {v['success']:.1%} [{v['interval'][0]:.1%}, {v['interval'][1]:.1%}] |"
+                  for t, v in m["by_type"].items()]
         lines += ["", f"Games (won in bold): {', '.join(f'**{g}**' if won else g for g, won in m['games'].items())}"]
     rl = [m for m in run.metrics if m["stage"] == "rl"]
     totals = Counter()
@@ -1693,7 +1701,8 @@ def write_report(run: Run) -> None:
     lines += ["", f"Best evaluation among the kept checkpoints: {run.best() or 'none'}. It was chosen on these games, so it is no result."]
     lines += ["", "## Counted on the way", ""] + [f"* {k}: {v}" for k, v in sorted(totals.items())]
     if rl:
-        lines += ["", f"Seconds per update (median): {np.median([m['step_time'] for m in rl]):.1f}. First update's sampler-to-scoring gap in log-prob: {rl[0]['sampler_gap']:.2e}."]
+        lines += ["", f"Seconds per update (median): {np.median([m['step_time'] for m in rl]):.1f}. "
+                      f"First update's sampler-to-scoring gap in log-prob: {rl[0]['sampler_gap']:.2e}."]
     if rl:
         ours, theirs, listed = (np.mean([m[k] for m in rl]) for k in ("episode_tokens", "one_prompt_per_step_tokens", "admissible_tokens"))
         lines += [f"Tokens of one pass over an episode: {ours:.0f} as one transcript ({listed:.0f} of them list admissible commands), "
@@ -1701,7 +1710,8 @@ def write_report(run: Run) -> None:
     if rl and "peak_gb" in rl[0]:
         lines += [f"Peak memory: {max(m['peak_gb'] for m in rl):.1f} GB measured, {rl[0]['predicted_peak_gb']:.1f} GB predicted."]
     if rl and "parse_rate" in rl[0]:
-        lines += [f"Parse rate: first update {rl[0]['parse_rate']:.0%}, last {rl[-1]['parse_rate']:.0%}. Tokens with a skill in the last update: {rl[-1]['skill_token_share']:.0%}."]
+        lines += [f"Parse rate: first update {rl[0]['parse_rate']:.0%}, last {rl[-1]['parse_rate']:.0%}. "
+                  f"Tokens with a skill in the last update: {rl[-1]['skill_token_share']:.0%}."]
     (run.dir / "report.md").write_text("\n".join(lines + ["", "![curves](curves.png)", ""]))
 
 
@@ -1900,7 +1910,8 @@ def main(argv: list[str] | None = None) -> int:
     """Command line. 0 = done, 2 = bad input or a run that cannot go on (one sentence), 130 = Ctrl-C and 143 = SIGTERM (both resumable)."""
     parser = HfArgumentParser(Config, prog="python seed_mini.py", usage="%(prog)s [--option value ...] (--help explains every option)",
                               description=__doc__.split("\n")[0],
-                              epilog="Defaults by profile: " + "; ".join(f"{p}: " + ", ".join(f"{k}={v}" for k, v in d.items()) for p, d in PROFILES.items()))
+                              epilog="Defaults by profile: " + "; ".join(f"{p}: " + ", ".join(f"{k}={v}" for k, v in d.items())
+                                                                         for p, d in PROFILES.items()))
     cfg = Config(**vars(parser.parse_args(argv)))
     transformers.utils.logging.disable_progress_bar()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # a hub that cannot be reached: our one sentence, not its retries

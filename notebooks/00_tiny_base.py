@@ -290,7 +290,8 @@ def question(episode: envs.Episode, rng) -> tuple[str, str]:
     info = skills.parse_task(episode.task, episode.task_type)
     takes = [m for s in episode.steps if s.valid and (m := re.fullmatch(r"take (\w+) \d+ from (\w+) \d+", s.action))]
     wanted = [m for m in takes if m[1] == info.object]
-    answers = [info.object, info.target, info.tool or "none", "yes" if wanted else "no", wanted[0][2] if wanted else "none", takes[0][1] if takes else "none"]
+    answers = [info.object, info.target, info.tool or "none", "yes" if wanted else "no",
+               wanted[0][2] if wanted else "none", takes[0][1] if takes else "none"]
     k = int(rng.integers(len(answers)))
     lines = skills.analyzer_prompt(episode).split("\n")
     end = next(i for i, line in enumerate(lines) if line.startswith(skills.LAST_LABEL))
@@ -360,11 +361,14 @@ def dream(key: int, size: int) -> dict:
     rng = seed_mini.counted_rng(SEED, "dream", key)
     info, inside, closed = dream_house(rng, size)
     words = {"pick_and_place_simple": f"put a {info.object} in {info.target}", "look_at_obj_in_light": f"look at {info.object} under the desklamp",
-             "pick_two_obj_and_place": f"put two {info.object} in {info.target}"}.get(info.task_type, f"put a {'hot' if info.verb == 'heat' else info.verb} {info.object} in {info.target}")
+             "pick_two_obj_and_place": f"put two {info.object} in {info.target}"}
+    words = words.get(info.task_type, f"put a {'hot' if info.verb == 'heat' else info.verb} {info.object} in {info.target}")
     skill, hint = advice(info, str(rng.choice(list(inside))).split()[0], rng)
-    room = f"You are in the middle of a room. Looking quickly around you, {listing(['~'])}".replace("a ~", ", ".join(f"a {p}" for p in list(inside)[:-1]) + f", and a {list(inside)[-1]}")
+    *others, last = (f"a {place}" for place in inside)
+    room = f"You are in the middle of a room. Looking quickly around you, you see {', '.join(others)}, and {last}."
     mem, steps, text, treated, moved = fresh_memory(room), [], room, False, 0
-    look = lambda p: f"The {p} is closed." if p in closed else f"{'The ' + p + ' is open. In it, ' if p in opened else 'On the ' + p + ', '}{listing(inside[p])}"
+    where = lambda p: f"The {p} is open. In it, " if p in opened else f"On the {p}, "
+    look = lambda p: f"The {p} is closed." if p in closed else where(p) + listing(inside[p])
     opened = set()
     for _ in range(20):
         command = decide(mem, info, hint)
@@ -389,7 +393,8 @@ def dream(key: int, size: int) -> dict:
         remember(mem, command, text)
         if moved == info.count:
             break
-    return dict(game="", split="base", task=words, task_type=info.task_type, kind="advised", habit="skilled", skill=skill, steps=steps, final=text, won=True)
+    return dict(game="", split="base", task=words, task_type=info.task_type, kind="advised", habit="skilled", skill=skill, steps=steps,
+                final=text, won=True)
 
 
 # %% [markdown]
@@ -412,7 +417,8 @@ def tokens(policy: seed_mini.Policy, cfg: seed_mini.Config, record: dict, index:
     answers = [s[0] for s in steps[1:]] + [record["final"]]
     for t, ((_, command, valid, imitated), answer) in enumerate(zip(steps, answers)):
         new, at = policy.encode(command) + [policy.end_id], len(roll.ids)
-        seed_mini.take_turn(policy, cfg, roll, new, [0.0] * len(new), (answer, 0.0, False, t == len(steps) - 1, {"valid": valid, "won": False, "admissible": []}), Counter())
+        result = (answer, 0.0, False, t == len(steps) - 1, {"valid": valid, "won": False, "admissible": []})
+        seed_mini.take_turn(policy, cfg, roll, new, [0.0] * len(new), result, Counter())
         roll.sampled[at:at + len(new)] = [imitated] * len(new)
     return roll.ids, roll.sampled
 

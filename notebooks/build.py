@@ -77,6 +77,7 @@ def main() -> int:
             notebook = execute(notebook)
             for cell in notebook["cells"]:
                 cell["metadata"].pop("execution", None)  # time stamps: noise in a diff
+        notebook.metadata.pop("language_info", None)  # the kernel's; else each build would change the file
         nbformat.write(notebook, source.with_suffix(".ipynb"))
         print(f"wrote {source.with_suffix('.ipynb').name}")
     return 0
