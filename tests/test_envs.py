@@ -365,7 +365,8 @@ def test_nothing_is_left_after_close_or_after_an_error(games):
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_is_left_after_ctrl_c_or_kill_even_if_a_worker_hangs(games, how):
-    code = ("import dataclasses, envs, json, sys\n"
+    code = ("import dataclasses, envs, json, signal, sys\n"
+            "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background job ignores it, and hands that down
             "pool = envs.EnvPool(workers=2)\n"
             "pool.reset([envs.Game(**json.loads(sys.argv[1]))] * 2)\n"
             "print(json.dumps([worker.pid for worker in pool._workers]), flush=True)\n"
@@ -375,7 +376,7 @@ def test_nothing_is_left_after_ctrl_c_or_kill_even_if_a_worker_hangs(games, how)
     pids = json.loads(parent.stdout.readline())
     time.sleep(0.3)
     os.killpg(parent.pid, how)                                   # as a terminal does: to the whole process group
-    parent.wait(10)
+    parent.wait(30)
     parent.stdout.close()
     assert wait_for_end(pids)
 
