@@ -1,8 +1,8 @@
 """seed_mini.py: SEED (arXiv 2607.14777) on one GPU, or on a laptop's CPU, in one file you read from top to bottom.
 
-    python seed_mini.py --env alfworld                    # the whole method, tiny shipped base, about ten minutes on two cores
+    python seed_mini.py --env alfworld                    # the whole method; without a GPU the tiny shipped base, about ten minutes
     python seed_mini.py --env alfworld --method grpo      # the baseline from the same start
-    python seed_mini.py --eval --model runs/seed/checkpoints/update-000050/policy
+    python seed_mini.py --eval --model runs/seed/checkpoints/update-000040/policy
 
 What happens, in the order of this file:
 
@@ -85,7 +85,7 @@ def option(default, text, **kwargs):
 class Config:
     """Every option of a run. A default of None means: take it from the profile (see PROFILES) that fits the model."""
     env: str = option("alfworld", "The environment. Only 'alfworld' so far.")
-    model: str = option("auto", "'tiny' (the shipped 1M-parameter base), a Hugging Face name such as Qwen/Qwen3-1.7B, or a checkpoint folder. "
+    model: str = option("auto", "'tiny' (the shipped 0.7M-parameter base), a Hugging Face name such as Qwen/Qwen3-1.7B, or a checkpoint folder. "
                                 "'auto': Qwen/Qwen3-1.7B in QLoRA on a CUDA card of 10 GB or more, otherwise 'tiny'.")
     adapter: str = option("", "A LoRA adapter folder to put on the model, e.g. RUN/checkpoints/update-000150/policy.")
     method: str = option("seed", "'seed' (the paper's method) or 'grpo' (the same run without skills: the baseline).")
@@ -95,7 +95,7 @@ class Config:
     profile: str = option("auto", "'tiny' or 'paper': which column of defaults to use. 'auto': 'tiny' for models under 50M parameters.")
     # -- what to do
     dry_run: bool = option(False, "Print where the memory would go, and the settings for 12, 16 and 24 GB cards, and stop. Nothing is loaded.")
-    eval: bool = option(False, "Only evaluate the model (every game of each split in --eval-splits once) and stop.")
+    eval: bool = option(False, "Only evaluate the model (every game of each split in --eval_splits once) and stop.")
     resume: bool = option(False, "Continue OUT/NAME from its newest checkpoint; with the same options the result is the same as without the break.")
     overwrite: bool = option(False, "Delete OUT/NAME first if it exists. Without it, an existing run is never touched.")
     sft_from: str = option("", "Reuse the Stage-1 result of this run folder instead of running Stage 1 again (how arms share their start).")
@@ -103,7 +103,7 @@ class Config:
     no_sft: bool = option(False, "Ablation: skip Stage 1; the base itself must write the skills.")
     no_opd: bool = option(False, "Ablation: analyze and log as SEED does, but give the distillation term weight 0.")
     static_skills: bool = option(False, "Ablation: teach with the Stage-1 analyzer's offline skills instead of the policy's own, current ones.")
-    shuffle_skills: bool = option(False, "Control the paper lacks: give every episode the skill of another episode.")
+    shuffle_skills: bool = option(False, "Control the paper lacks: give every episode the skill of another game's episode, as far as there is one.")
     # -- games
     games: str = option("auto", "'official' ALFWorld games, 'generated' houses, or 'auto': official ones if they are on this machine.")
     games_seed: int = option(0, "Seed of the generated houses (tune on one, report on another).")
@@ -164,7 +164,7 @@ class Config:
 
 
 # Two columns of defaults. 'paper' repeats the paper where one GPU allows it (LoRA needs a higher learning rate than full fine-tuning);
-# 'tiny' was tuned on other seeds and houses than the reported ones (README, "Differences").
+# 'tiny' was tuned on other seeds and houses than the reported ones (README, "Results").
 PROFILES = {
     "tiny": dict(max_steps=20, think=False, show_admissible=False, max_response=12, max_context=800, max_analysis=96,
                  sft_tasks=90, sft_rollouts=8, sft_epochs=3, sft_lr=8e-4, sft_batch=16, sft_anchor=2.0,
@@ -351,12 +351,11 @@ def load_policy(cfg: Config, path: str, *, trainable: bool = True) -> Policy:
         raise ValueError(f"--max_context {cfg.max_context} plus --max_analysis {cfg.max_analysis} exceeds the {limit} positions of {base!r}.")
     try:
         tokenizer = AutoTokenizer.from_pretrained(adapter if adapter and (adapter / "tokenizer_config.json").exists() else base)
-        kwargs = dict(dtype=dtype)
+        kwargs = dict(dtype=dtype) | (dict(device_map={"": device}) if lora else {})
         if lora and not cfg.no_4bit:
             from transformers import BitsAndBytesConfig
             kwargs["quantization_config"] = BitsAndBytesConfig(
                 load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype)
-            kwargs["device_map"] = {"": device}
         model = AutoModelForCausalLM.from_pretrained(base, **kwargs)
         if not hasattr(model, "model") or model.get_output_embeddings() is None:
             raise ValueError("it is no causal language model with a backbone and a head")
@@ -377,7 +376,8 @@ def load_policy(cfg: Config, path: str, *, trainable: bool = True) -> Policy:
         policy.recompute = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     if dtype == torch.float16:
         saved = adapter / "seed_mini.json" if adapter else None
-        policy.loss_scale = json.loads(saved.read_text())["loss_scale"] if saved and saved.exists() else 2.0 ** 14
+        scale = json.loads(saved.read_text()).get("loss_scale", 1.0) if saved and saved.exists() else 1.0
+        policy.loss_scale = scale if scale > 1 else 2.0 ** 14  # 1: it was saved where no scale is needed
     return policy
 
 
@@ -415,7 +415,9 @@ def _put_adapter(model, folder: Path, trainable: bool):
     other = check.exists() and not np.allclose(json.loads(check.read_text())["base_check"], base_check(model), rtol=0.01, atol=1e-5)
     try:
         if not other and layers <= modules.keys():
-            return PeftModel.from_pretrained(model, folder, is_trainable=trainable)
+            loaded = PeftModel.from_pretrained(model, folder, is_trainable=trainable)
+            loaded.peft_config["default"].base_model_name_or_path = model.name_or_path  # where the base is now, for --resume
+            return loaded
     except RuntimeError:  # other sizes
         pass
     raise ValueError(f"the adapter {str(folder)!r} was made for {config.base_model_name_or_path!r} and does not fit {model.name_or_path!r}.")
@@ -512,7 +514,7 @@ def choose_model(cfg: Config) -> tuple[str, str]:
         return cfg.model, ""
     card = card_memory(cfg)
     if card >= 10:
-        return QWEN, f"model: {QWEN} in QLoRA, because the CUDA card has {card:.0f} GB (--model tiny takes the shipped 1M-parameter base instead)"
+        return QWEN, f"model: {QWEN} in QLoRA, because the CUDA card has {card:.0f} GB (--model tiny takes the shipped 0.7M-parameter base instead)"
     why = f"the CUDA card has only {card:.0f} of 10 GB" if card else "no CUDA card is used"
     return "tiny", f"model: the shipped tiny base, because {why} (--model {QWEN}, or any causal LM with a chat template, takes that instead)"
 
@@ -947,7 +949,7 @@ def sft_sequences(policy: Policy, cfg: Config, rows: list[dict], counters: Count
 def anchor_kl(policy: Policy, sequences: list[Sequence]) -> torch.Tensor:
     """Mean over sampled tokens of KL(reference || policy) over the whole vocabulary: the acting the base had, kept without any label.
 
-    Not in the paper: a small model that learns the analysis format from nothing forgets how to act (README, "Differences").
+    Not in the paper: a small model that learns the analysis format from nothing forgets how to act (README, "Where we differ from the paper and from the released code").
     Plain logits [N, V], so this is for small vocabularies; the paper profile leaves it off.
     """
     hidden, *_ = response_hidden(policy, sequences)
@@ -1322,7 +1324,7 @@ def warnings_of(cfg: Config, line: dict) -> list[str]:
                    "(--sft_epochs), raise --max_analysis, or read skills.jsonl to see what the policy writes.")
     if cfg.method == "seed" and line["gate_mean"] is not None and not 0.02 < line["gate_mean"] < 0.98:
         out.append(f"the gate is dead (mean {line['gate_mean']:.3f}): it no longer tells tokens apart. Lower --beta_opd, or look at delta_mean.")
-    if line["repetition"] > 0.6 or line["entropy"] < 0.01:
+    if line["repetition"] > 0.6 or (line["entropy"] < 0.01 and line.get("completions/mean_length", 1)):
         out.append(f"the policy is collapsing (repeated commands {line['repetition']:.0%}, entropy {line['entropy']:.3f}). Lower --lr or "
                    "--lambda_opd, or raise --kl_coef, and start again from an earlier checkpoint.")
     if {DROPPED, SKIPPED} & line["counters"].keys():
@@ -1434,6 +1436,8 @@ class Run:
             raise ValueError(f"{self.dir} holds files that are no run of seed_mini; choose another --name or --out.")
         if present and not (self.cfg.overwrite or self.cfg.resume):
             raise ValueError(f"{self.dir} already holds a run: continue it with --resume, replace it with --overwrite, or choose another --name.")
+        if self.cfg.resume and any((self.dir / "checkpoints").glob("update-*")):
+            raise ValueError(f"{self.dir} got a checkpoint while this process was starting; run --resume again.")
         for path in sorted(present, key=lambda p: p.name == "config.json"):  # that one last: killed here, it is still a run
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         write_json(self.dir / "config.json", dataclasses.asdict(self.cfg) | dict(git_commit=git_commit(), torch=torch.__version__, format=FORMAT))
@@ -1628,7 +1632,8 @@ def progress_line(line: dict) -> str:
     if line["stage"] == "sft":
         if "rows" in line:
             return f"sft   base wins {line['success']:.1%} of {line['episodes']} episodes, {line['rows']} rows to learn from"
-        skipped = " skipped: the gradient is not finite" if "counters" in line else f" loss {line['loss']:.3f} anchor {line['anchor_kl']:.4f}"
+        skipped = (" skipped: the gradient is not finite" if {SKIPPED, SCALED} & line.get("counters", {}).keys()
+                   else f" loss {line['loss']:.3f} anchor {line['anchor_kl']:.4f}")
         return f"sft   {line['step']:4d}/{line['steps']}{skipped}"
     if "kl" not in line:
         return f"update {line['update']:3d} | reward {line['reward']:6.2f} | nothing to learn from: no optimizer step was taken, see counters"
@@ -1708,7 +1713,7 @@ def write_report(run: Run) -> None:
         lines += [f"Tokens of one pass over an episode: {ours:.0f} as one transcript ({listed:.0f} of them list admissible commands), "
                   f"{theirs:.0f} with one prompt per step and a window of 5 steps."]
     if rl and "peak_gb" in rl[0]:
-        lines += [f"Peak memory: {max(m['peak_gb'] for m in rl):.1f} GB measured, {rl[0]['predicted_peak_gb']:.1f} GB predicted."]
+        lines += [f"Peak memory: {max(m['peak_gb'] for m in rl):.1f} GB measured, {max(m['predicted_peak_gb'] for m in rl):.1f} GB predicted."]
     if rl and "parse_rate" in rl[0]:
         lines += [f"Parse rate: first update {rl[0]['parse_rate']:.0%}, last {rl[-1]['parse_rate']:.0%}. "
                   f"Tokens with a skill in the last update: {rl[-1]['skill_token_share']:.0%}."]
@@ -1722,12 +1727,17 @@ def resolve(cfg: Config) -> Config:
     """Fill every None from the profile and the name from the method, so that config.json says what was really used."""
     if cfg.model == "auto":  # main() has asked choose_model by now; a notebook means the tiny base, on any machine
         cfg = dataclasses.replace(cfg, model="tiny")
-    profile = cfg.profile
+    profile, base = cfg.profile, cfg.model
+    if (Path(base) / "adapter_config.json").exists():
+        base = adapter_config(Path(base))["base_model_name_or_path"]
+    start = Path(cfg.sft_from) / "checkpoints" / "update-000000" / "policy" if cfg.sft_from else Path(cfg.model)
+    if cfg.tune is None and (cfg.adapter or (start / "adapter_config.json").exists()):
+        cfg = dataclasses.replace(cfg, tune="lora")
     if profile == "auto":
-        small = cfg.model == "tiny"
-        if not small and (Path(cfg.model) / "config.json").exists():
+        small = base == "tiny"
+        if not small and (Path(base) / "config.json").exists():
             with contextlib.suppress(Exception):  # load_policy says what is wrong with it
-                c = AutoConfig.from_pretrained(cfg.model)
+                c = AutoConfig.from_pretrained(base)
                 small = 12 * c.num_hidden_layers * c.hidden_size ** 2 < 50e6  # about the parameters of the transformer itself
         profile = "tiny" if small else "paper"
     filled = {k: v for k, v in PROFILES[profile].items() if getattr(cfg, k) is None}
@@ -1932,7 +1942,7 @@ def main(argv: list[str] | None = None) -> int:
         else:
             evaluate_only(cfg, notice) if cfg.eval else train(cfg, notice)
     except KeyboardInterrupt as stop:
-        print("\nstopped; continue with --resume", file=sys.stderr)
+        print("\nstopped" if cfg.eval or cfg.dry_run else "\nstopped; continue with --resume", file=sys.stderr)
         return 143 if stop.args == ("SIGTERM",) else 130
     except (ValueError, RuntimeError, OSError, ImportError, SafetensorError) as error:
         if cfg.debug:

@@ -668,3 +668,8 @@ def test_the_gpu_check_runs_small(tmp_path):
     for line in (seed, grpo):
         assert line["episode_steps"] == 3 and line["grad_norm"] > 0 and line["sampler_gap"] < 1e-3
         assert line["one_prompt_per_step_tokens"] > line["episode_tokens"] > line["admissible_tokens"] > 0
+
+
+def test_a_halved_batch_is_not_reported_as_a_skipped_step():
+    line = dict(stage="sft", step=1, steps=3, loss=1.0, anchor_kl=0.0, counters={sm.HALVED.format("micro_tokens"): 1})
+    assert "skipped" not in sm.progress_line(line) and "skipped" in sm.progress_line(line | dict(counters={sm.SKIPPED: 1}))
