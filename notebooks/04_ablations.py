@@ -8,8 +8,10 @@
 # | no OPD | the distillation term has weight 0 | does the term do anything? (From a shared start this *is* our GRPO) |
 # | no skill SFT | no Stage 1; the base must write the skills | does the analyzer have to be taught? |
 # | static skills | one offline skill per training game, never renewed | must hindsight be fresh and the policy's own? |
-# | shuffled skills | every episode gets *another* episode's skill | a control: what the skill says, or any text? |
+# | shuffled skills | every episode gets the skill of *another game* | a control: what the skill says, or any text? |
 # | GRPO, no SFT | plain GRPO from the base | what Stage 1 does for, or to, GRPO (the paper's saw none) |
+#
+# As long as no analysis of the base parses, "no skill SFT" and "GRPO, no SFT" are the same run.
 #
 # Then a few values of lambda and beta, one changed at a time, and the skills as the policy wrote them. Same houses,
 # start, evaluation and statistics as notebook 03, fewer seeds. Records: `python notebooks/experiments.py ablations`

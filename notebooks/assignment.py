@@ -466,7 +466,7 @@ with sanity("teacher_view"):
 # $$L_{\mathrm{SEED}} = \underbrace{L_{\mathrm{PG}} + \beta_{\mathrm{KL}}\, \mathrm{mean}\, k_3}_{\text{all sampled tokens}} +
 # \lambda_{\mathrm{OPD}}\, \underbrace{L_{\mathrm{OPD}}}_{\text{tokens of episodes with a skill}}$$
 #
-# `tests/assignment/training.py` (80 lines: read it) puts your functions where the project has its own and trains the tiny base on four games: a
+# `tests/assignment/training.py` (under 70 lines: read it) puts your functions where the project has its own and trains the tiny base on four games: a
 # model of under a million parameters, on the real ALFWorld engine. In place of the policy's own analysis it takes the skills of the
 # rule analyzer, because teaching the policy to write them (Stage 1) takes minutes. It runs about a minute.
 
