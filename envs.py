@@ -203,6 +203,7 @@ class _State(pddl_logic.PddlState):
         self._facts = {signature: set(facts) for signature, facts in game["start"].items()}
 
     def reset(self) -> None:
+        """Back to the start state of the loaded game."""
         self.downward_lib.load_sas(self._game["sas"])
         for signature in list(self._facts):
             start = self._game["start"].get(signature, set())
@@ -212,10 +213,12 @@ class _State(pddl_logic.PddlState):
                 self.add_fact(fact)
 
     def add_fact(self, prop):
+        """As TextWorld's, and forgets the query results the fact may change."""
         self._facts.setdefault(prop.signature, set()).add(prop)
         self._forget(prop)
 
     def remove_fact(self, prop):
+        """As TextWorld's, and forgets the query results the fact may change."""
         self._facts.get(prop.signature, set()).discard(prop)
         self._forget(prop)
 
@@ -282,6 +285,7 @@ class _FastPddlEnv(PddlEnv):
     """textworld's PddlEnv (its step() is used as it is) with load, reset and the gathering of commands replaced."""
 
     def load(self, path: str) -> None:
+        """Read a game file, or take what was read of it before."""
         if len(mementos.core._memento_cache) > 200_000:               # textworld interns every fact it ever saw; facts
             mementos.core._memento_cache.clear()                      # compare by value, so dropping them is safe
         game = _load_game(path, _modified(path))
@@ -303,6 +307,7 @@ class _FastPddlEnv(PddlEnv):
         return {"state": self._pddl_state, "mapping": mapping}
 
     def reset(self) -> GameState:
+        """The first state of the loaded game."""
         self._pddl_state.reset()
         self.prev_state, self.state, self._last_action, self._moves = None, GameState(), None, 0
         self.state["feedback"] = self._logic.grammar.derive("#intro#", self._context({}))
@@ -1184,6 +1189,7 @@ def benchmark(paths: list[str], steps: int) -> int:
 
 
 def main() -> None:
+    """Command line: the benchmark; --worker is how EnvPool starts its processes."""
     parser = argparse.ArgumentParser(description="Compares the stock ALFWorld engine with envs.py: speed and text.")
     parser.add_argument("--benchmark", action="store_true", help="play games on both engines and print a table")
     parser.add_argument("--games", metavar="DIR", help="folder with game.tw-pddl files below it (default: 12 new games)")

@@ -128,6 +128,7 @@ class _ChunkedLogProb(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, labels, inv_t, rows, want_entropy, want_hidden, want_weight):
+        """log-prob [N] and entropy [N]; forms d logp / d hidden in the same sweep, before there is a loss."""
         N, V, (wide, _) = len(hidden), len(weight), _dtypes(hidden.dtype)
         logp, entropy, anchor, peak, total = hidden.new_zeros(5, N, dtype=wide)  # [N] each
         unit = torch.empty_like(hidden) if want_hidden else None  # [N, H] d logp / d hidden
@@ -154,7 +155,8 @@ class _ChunkedLogProb(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad, _):  # grad [N] = d L / d logp
+    def backward(ctx, grad, _):
+        """grad [N] = d L / d logp: one multiply for hidden; the weight, if it trains, needs a product of its own."""
         (inv_t, rows), (unit, dead, *saved) = ctx.settings, ctx.saved_tensors
         grad = grad.index_fill(0, dead, 0)
         grad_hidden = None if unit is None else torch.empty_like(unit)
@@ -401,9 +403,11 @@ def _check_shapes(**tensors):
 def contestants():
     """Name -> function (hidden, weight, labels) -> logp, for every implementation at hand. Other packages are optional."""
     def naive(h, w, y):
+        """All logits at once."""
         return torch.log_softmax(F.linear(h, w).float(), -1).gather(1, y[:, None])[:, 0]
 
     def recompute(h, w, y):
+        """Chunks of 256 rows whose logits are computed again in backward."""
         return torch.cat([checkpoint(naive, h[i:i + 256], w, y[i:i + 256], use_reentrant=False) for i in range(0, len(h), 256)])
 
     options = torch.nn.LinearCrossEntropyOptions(acc_policy="compact")  # the fastest of its settings here; "auto" takes three times as long
@@ -447,6 +451,7 @@ def compare(N, H, V, dtype, trainable, device, found, rounds=5):
     exact = torch.cat([h[:16].double() @ tile.double().t() for tile in w.split(4096)], 1).log_softmax(1).gather(1, labels[:16, None])[:, 0]
 
     def floor():
+        """The bare matrix products, nothing else."""
         torch.mm(h, w.t(), out=logits)
         return logits @ w, (logits.t() @ h if trainable else None)
 
@@ -481,6 +486,7 @@ def compare(N, H, V, dtype, trainable, device, found, rounds=5):
 
 
 def main():
+    """Command line: the benchmark."""
     parser = argparse.ArgumentParser(description="Benchmark of chunked_logprob against the bare GEMMs and other libraries.")
     parser.add_argument("--quick", action="store_true", help="small shapes, a few seconds")
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -180,6 +180,7 @@ PROFILES = {
 def check_config(cfg: Config) -> None:
     """Refuse bad values with one sentence each, before anything is loaded. Raises ValueError."""
     def need(ok, text):
+        """ValueError with this sentence unless ok."""
         if not ok:
             raise ValueError(text)
 
@@ -300,11 +301,13 @@ def chat_pieces(tokenizer) -> tuple[int, tuple[list[int], list[int]], tuple[list
         raise ValueError("the tokenizer has no chat template; choose an instruct model, or give the tokenizer one.")
 
     def render(*contents):
+        """The template around user, assistant, user messages, as text."""
         roles = ("user", "assistant", "user")
         messages = [{"role": r, "content": c} for r, c in zip(roles, contents)]
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, enable_thinking=False)
 
     def ids(text):
+        """Control tokens included: this text is the template's own."""
         return tokenizer(text, add_special_tokens=False)["input_ids"]
 
     before, after = render("SLOTA").split("SLOTA")
@@ -832,6 +835,7 @@ def token_costs(policy: Policy, cfg: Config, roll: Rollout, window: int = 5) -> 
     transcript takes len(roll.ids), each token once. Without that format's numbering words, so the comparison flatters it.
     """
     def size(text):
+        """Tokens of a text."""
         return len(policy.encode(text))
 
     runs = [len(list(group)) for _, group in itertools.groupby(roll.sampled)]  # prompt, response, turn, response, ...
@@ -1203,7 +1207,8 @@ def update_policy(policy: Policy, cfg: Config, optimizer: torch.optim.Optimizer,
     usable = [i for i, r in enumerate(rolls) if any(r.sampled)]
     order = [usable[i] for i in counted_rng(cfg.seed, "minibatch", update).permutation(len(usable))]
 
-    def attempt(part, apart=False):  # gradients of some rollouts, from none
+    def attempt(part, apart=False):
+        """Gradients of these rollouts alone, in place of any before; (statistics, whether all of it is finite)."""
         def work():
             optimizer.zero_grad(set_to_none=True)
             return gradients(policy, cfg, params, rolls, scores, advantages, has_skill, part, apart)
@@ -1250,6 +1255,7 @@ def gate_metrics(cfg: Config, rolls: list[Rollout], replies: list[skills.Reply],
     deltas = {i: scores.teacher[i] - scores.old[i] for i in covered}
 
     def mean(rows):
+        """Token mean over episodes; None without any, which JSON can say and NaN cannot."""
         return float(torch.cat(rows).mean()) if rows else None
 
     gates = [losses.confidence_gate(scores.teacher[i], scores.old[i], cfg.beta_opd) for i in covered]

@@ -102,6 +102,7 @@ def analyzer_prompt(episode: Episode, *, max_chars: int = MAX_TEXT_CHARS, counte
     counters["analyzer texts shortened"] grows by one.
     """
     def data(text):
+        """One clean line of bounded length; what is shortened is counted."""
         line = clean_line(text)
         if len(line) <= max_chars:
             return line
@@ -445,7 +446,8 @@ def endpoint_analyzer(episodes: list[Episode], *, model: str, base_url: str, api
     client = InferenceClient(base_url=url, api_key=api_key or "none", timeout=timeout, headers={"accept-encoding": "identity"})
     stop, silent = threading.Event(), [0]   # silent: prompts in a row without an answer
 
-    def ask(prompt):   # -> (text, what happened)
+    def ask(prompt):
+        """(the reply's text or "", what happened on the way) for one prompt, retries included."""
         events = []
         for attempt in range(tries):
             if stop.is_set() or silent[0] >= DEAD_AFTER:
