@@ -89,7 +89,7 @@ class Config:
                                 "'auto': Qwen/Qwen3-1.7B in QLoRA on a CUDA card of 10 GB or more, otherwise 'tiny'.")
     adapter: str = option("", "A LoRA adapter folder to put on the model, e.g. RUN/checkpoints/update-000150/policy.")
     method: str = option("seed", "'seed' (the paper's method) or 'grpo' (the same run without skills: the baseline).")
-    name: str = option("", "Name of the run: everything is written to OUT/NAME. Default: the method's name.")
+    name: str = option("", "Name of the run: everything is written to OUT/NAME. Default: the method's name; with --eval: 'eval'.")
     out: str = option("runs", "Folder that holds the runs.")
     seed: int = option(0, "Seed of everything random. One seed, one run: bit for bit on a CPU with the same number of threads.")
     profile: str = option("auto", "'tiny' or 'paper': which column of defaults to use. 'auto': 'tiny' for models under 50M parameters.")
@@ -107,8 +107,8 @@ class Config:
     # -- games
     games: str = option("auto", "'official' ALFWorld games, 'generated' houses, or 'auto': official ones if they are on this machine.")
     games_seed: int = option(0, "Seed of the generated houses (tune on one, report on another).")
-    train_games: int | None = option(None, "Use only the first N training games (sorted by id). Default: all.")
-    eval_games: int | None = option(None, "Evaluate on the first N games of each split only. Default: all, each once.")
+    train_games: int | None = option(None, "Use only N training games, spread evenly over the sorted ids (and so over the task types). Default: all.")
+    eval_games: int | None = option(None, "Evaluate on N games of each split only, spread evenly over the sorted ids. Default: all, each once.")
     max_steps: int | None = option(None, "Environment steps after which an episode is over (paper: 30).")
     think: bool | None = option(None, "Ask for <think>..</think><action>..</action> answers (paper) or for the bare command.")
     show_admissible: bool | None = option(None, "List the admissible commands in every observation (paper: yes). "
@@ -169,7 +169,7 @@ PROFILES = {
     "tiny": dict(max_steps=20, think=False, show_admissible=False, max_response=12, max_context=800, max_analysis=96,
                  sft_tasks=90, sft_rollouts=8, sft_epochs=3, sft_lr=8e-4, sft_batch=16, sft_anchor=2.0,
                  updates=40, tasks_per_update=8, group_size=6, minibatches=2, lr=2e-4, kl_coef=0.02, lambda_opd=0.3,
-                 invalid_penalty=0.0, eval_every=10, save_every=5, tune="full", rollout_batch=64, micro_tokens=8192),
+                 invalid_penalty=0.0, eval_every=8, save_every=4, tune="full", rollout_batch=64, micro_tokens=8192),
     "paper": dict(max_steps=30, think=True, show_admissible=True, max_response=512, max_context=8192, max_analysis=512,
                   sft_tasks=180, sft_rollouts=8, sft_epochs=3, sft_lr=1e-4, sft_batch=8, sft_anchor=0.0,
                   updates=150, tasks_per_update=16, group_size=8, minibatches=1, lr=1e-5, kl_coef=0.01, lambda_opd=0.01,
@@ -379,7 +379,8 @@ def load_policy(cfg: Config, path: str, *, trainable: bool = True) -> Policy:
         policy.recompute = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     if dtype == torch.float16:
         saved = adapter / "seed_mini.json" if adapter else None
-        scale = json.loads(saved.read_text()).get("loss_scale", 1.0) if saved and saved.exists() else 1.0
+        saved = json.loads(saved.read_text()) if saved and saved.exists() else {}
+        scale, policy.clean_steps = saved.get("loss_scale", 1.0), saved.get("clean_steps", 0)
         policy.loss_scale = scale if scale > 1 else 2.0 ** 14  # 1: it was saved where no scale is needed
     return policy
 
@@ -517,7 +518,8 @@ def choose_model(cfg: Config) -> tuple[str, str]:
         return cfg.model, ""
     card = card_memory(cfg)
     if card >= 10:
-        return QWEN, f"model: {QWEN} in QLoRA, because the CUDA card has {card:.0f} GB (--model tiny takes the shipped 0.7M-parameter base instead)"
+        how = "16-bit LoRA" if cfg.no_4bit else "QLoRA"
+        return QWEN, f"model: {QWEN} in {how}, because the CUDA card has {card:.0f} GB (--model tiny takes the shipped 0.7M-parameter base instead)"
     why = f"the CUDA card has only {card:.0f} of 10 GB" if card else "no CUDA card is used"
     return "tiny", f"model: the shipped tiny base, because {why} (--model {QWEN}, or any causal LM with a chat template, takes that instead)"
 
@@ -1336,7 +1338,7 @@ def warnings_of(cfg: Config, line: dict) -> list[str]:
     if {DROPPED, SKIPPED} & line["counters"].keys():
         out.append("an episode or a step had numbers that are not finite and was left out (see counters); "
                    "a fourth such update in a row stops the run.")
-    if line["sampler_gap"] > 0.05:
+    if line["sampler_gap"] > (0.5 if cfg.tune == "lora" else 0.05):  # adapters compute in 16 bit on a card, where a logit of 20 is rounded to 0.1
         out.append(f"sampling and scoring disagree by up to {line['sampler_gap']:.3f} in log-prob; ratios are not 1 at the first step.")
     return out
 
@@ -1597,7 +1599,7 @@ def save_policy(policy: Policy, path: Path) -> None:
         policy.model.save_pretrained(path, selected_adapters=["default"], save_embedding_layers=False)  # "auto" would ask the hub
         base = policy.model.peft_config["default"].base_model_name_or_path
         (path / "README.md").write_text(MODEL_CARD.format(base=base))  # instead of peft's empty form
-        write_json(path / "seed_mini.json", dict(base_check=base_check(policy.model), loss_scale=policy.loss_scale))
+        write_json(path / "seed_mini.json", dict(base_check=base_check(policy.model), loss_scale=policy.loss_scale, clean_steps=policy.clean_steps))
     else:
         policy.model.save_pretrained(path)
     policy.tokenizer.save_pretrained(path)
@@ -1635,6 +1637,8 @@ def progress_line(line: dict) -> str:
         skill = " with a workflow skill in context" if line["skill_in_context"] else ""
         return (f"eval {line['at']:>6} {line['split']}{skill}: {line['wins']}/{line['n']} = {line['success']:.1%} [{low:.1%}, {high:.1%}], "
                 f"macro {line['macro']:.1%}")
+    if line["stage"] == "library":
+        return f"static skills for {line['skills']} of {line['games']} training games"
     if line["stage"] == "sft":
         if "rows" in line:
             return f"sft   base wins {line['success']:.1%} of {line['episodes']} episodes, {line['rows']} rows to learn from"
@@ -1758,10 +1762,14 @@ def resolve(cfg: Config) -> Config:
 
 
 def find_games(cfg: Config) -> tuple[dict[str, list[envs.Game]], str]:
-    """The games of the run, cut to --train_games and --eval_games, and one line about where they come from."""
+    """The games of the run, thinned to --train_games and --eval_games, and one line about where they come from.
+
+    Ids begin with the task type, so the first N would be of one type; evenly spaced ones are a fair sample.
+    """
     games, notice = envs.find_games(cfg.games, seed=cfg.games_seed)
     for split, limit in (("train", cfg.train_games), ("valid_seen", cfg.eval_games), ("valid_unseen", cfg.eval_games)):
-        games[split] = games[split][:limit]
+        n = min(limit or len(games[split]), len(games[split]))
+        games[split] = [games[split][i * len(games[split]) // n] for i in range(n)]
     return games, notice
 
 
@@ -1824,17 +1832,20 @@ def resume(run: Run) -> tuple[Policy, Path]:
     return load_policy(run.cfg, str(path / "policy")), path
 
 
-def static_library(policy: Policy, pool: envs.EnvPool, games: list[envs.Game], cfg: Config, file: Path) -> dict[str, str]:
+def static_library(policy: Policy, pool: envs.EnvPool, games: list[envs.Game], run: Run) -> dict[str, str]:
     """Ablation: one offline skill per training game, from one rollout of the Stage-2 start, written by the Stage-1 analyzer and never renewed.
 
-    Kept in `file`: an endpoint need not answer the same twice, so --resume must not ask it again.
+    Kept in the run's library.json: an endpoint need not answer the same twice, so --resume must not ask it again.
     """
-    if file.exists():
-        return json.loads(file.read_text())
-    rolls, _ = rollout(policy, pool, games, cfg, [counted_rng(cfg.seed, "static", g.id) for g in games], cfg.temperature)
-    replies, _ = analyze_with(cfg, [r.episode for r in rolls])
-    write_json(file, {r.episode.game_id: reply.skill for r, reply in zip(rolls, replies) if reply.skill})
-    return json.loads(file.read_text())
+    cfg, file = run.cfg, run.dir / "library.json"
+    if not file.exists():
+        rolls, counters = rollout(policy, pool, games, cfg, [counted_rng(cfg.seed, "static", g.id) for g in games], cfg.temperature)
+        replies, more = analyze_with(cfg, [r.episode for r in rolls])
+        write_json(file, dict(skills={r.episode.game_id: reply.skill for r, reply in zip(rolls, replies) if reply.skill}, counters=counters + more))
+    library = json.loads(file.read_text())
+    if not any(m["stage"] == "library" for m in run.metrics):
+        run.log(dict(stage="library", games=len(games), skills=len(library["skills"]), counters=library["counters"]))
+    return library["skills"]
 
 
 def still_healthy(run: Run, optimizer: torch.optim.Optimizer) -> bool:
@@ -1877,7 +1888,7 @@ def train(cfg: Config, notice: str = "") -> None:
         if (path / "optimizer.safetensors").exists():
             load_optimizer(optimizer, path / "optimizer.safetensors")
         with reference_of(policy) as reference:
-            library = static_library(reference, pool, games["train"], cfg, run.dir / "library.json") if cfg.static_skills else {}
+            library = static_library(reference, pool, games["train"], run) if cfg.static_skills else {}
         for update in range(run.update + 1, cfg.updates + 1):
             line = one_update(policy, pool, games["train"], cfg, optimizer, update, run, library)
             run.log(line)
@@ -1900,8 +1911,8 @@ def evaluate_only(cfg: Config, notice: str = "") -> None:
     print(*filter(None, (notice, games_notice)), sep="\n", flush=True)
     policy = load_policy(cfg, cfg.model, trainable=False)
     folder = Path(cfg.out) / cfg.name
-    folder.mkdir(parents=True, exist_ok=True)
-    with envs.EnvPool(workers=cfg.workers, step_timeout=cfg.step_timeout, max_steps=cfg.max_steps, invalid_penalty=cfg.invalid_penalty) as pool:
+    with (Run(cfg).opened(fresh=False),  # not into the folder of a run that is going on
+          envs.EnvPool(workers=cfg.workers, step_timeout=cfg.step_timeout, max_steps=cfg.max_steps, invalid_penalty=cfg.invalid_penalty) as pool):
         for split in cfg.eval_splits:
             if not games[split]:
                 raise ValueError(f"split {split} has no games.")

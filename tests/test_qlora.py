@@ -423,10 +423,11 @@ def test_the_loss_scale_backs_off_grows_and_changes_no_step(folder):
 
 def test_the_loss_scale_is_saved_with_the_adapter(trained, tmp_path, monkeypatch):
     cfg, policy, _, _, _ = trained
-    sm.save_policy(dataclasses.replace(policy, loss_scale=32.0), tmp_path / "policy")
+    sm.save_policy(dataclasses.replace(policy, loss_scale=32.0, clean_steps=150), tmp_path / "policy")
     assert sm.load_policy(cfg, str(tmp_path / "policy")).loss_scale == 1  # fp32: off
     monkeypatch.setattr(sm, "compute_dtype", lambda device, lora: torch.float16)
-    assert sm.load_policy(cfg, str(tmp_path / "policy")).loss_scale == 32
+    again = sm.load_policy(cfg, str(tmp_path / "policy"))
+    assert again.loss_scale == 32 and again.clean_steps == 150  # a resumed run doubles it at the same step
 
 
 # ------------------------------------------------------------------------------------------------------------------

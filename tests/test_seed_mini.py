@@ -1092,8 +1092,11 @@ def test_no_opd_analyzes_and_logs_but_trains_like_grpo(finished, tmp_path):
 
 
 def test_static_skills_come_from_the_stage_1_analyzer(finished, tmp_path):
-    _, rl, rows = arm(tmp_path, finished, "--static_skills", updates=2)
+    folder, rl, rows = arm(tmp_path, finished, "--static_skills", updates=2)
     assert rl[0]["parse_rate"] == 1.0 and len(rows) == 8
+    library, = [m for m in sm.read_jsonl(folder / "metrics.jsonl") if m["stage"] == "library"]
+    assert library["games"] == library["skills"] == len(json.loads((folder / "library.json").read_text())["skills"]) > 1
+    assert library["counters"]["reply ok"] == library["games"] and any(k.startswith("ended") for k in library["counters"])
     by_game = {}
     for row in rows:
         assert skills.SEARCH in row["skill"] and by_game.setdefault(row["game_id"], row["skill"]) == row["skill"]
@@ -1111,6 +1114,13 @@ def test_without_stage_1_the_base_is_the_start(tmp_path):
     assert not [m for m in sm.read_jsonl(tmp_path / "arm" / "metrics.jsonl") if m["stage"] == "sft" or m.get("at") == "sft"]
 
 
+def test_games_are_thinned_evenly(monkeypatch):
+    every = {split: [f"{split}-{i:02d}" for i in range(12)] for split in envs.SPLITS}
+    monkeypatch.setattr(envs, "find_games", lambda *a, **k: ({s: list(g) for s, g in every.items()} | {"valid_seen": []}, "fake"))
+    games, _ = sm.find_games(config(train_games=3, eval_games=50))
+    assert games["train"] == ["train-00", "train-04", "train-08"] and games["valid_unseen"] == every["valid_unseen"] and games["valid_seen"] == []
+
+
 def test_evaluating_a_checkpoint(finished, tmp_path):
     for flags in ((), ("--eval_temperature", "1")):
         code, out, err = launch("--eval", "--model", finished[0] / "checkpoints" / "update-000003" / "policy", "--out", tmp_path, "--max_steps", "4", *flags)
@@ -1121,6 +1131,9 @@ def test_evaluating_a_checkpoint(finished, tmp_path):
         if not flags:
             last = [m for m in sm.read_jsonl(finished[0] / "metrics.jsonl") if m["stage"] == "eval"][-1]
             assert report["games"] == last["games"] and report["episode_steps"] == last["episode_steps"]  # as the run itself measured it
+    with sm.Run(config(out=str(tmp_path), name="busy")).opened(fresh=False):
+        code, _, err = launch("--eval", "--model", "tiny", "--out", tmp_path, "--name", "busy", "--eval_games", 1)
+        assert code == 2 and "in use" in err and not list((tmp_path / "busy").iterdir())
 
 
 # ------------------------------------------------------------------------------------------------------------------
