@@ -67,7 +67,7 @@ class Step:
 @dataclass
 class Episode:
     """One finished trajectory as text. `end` is "won", "step limit", "context limit", "env timeout", "env died" or
-    "game unplayable"."""
+    "game unplayable"; `reason` says more where the environment ended it."""
     game_id: str
     split: str
     task: str
@@ -77,6 +77,7 @@ class Episode:
     won: bool = False
     reward: float = 0.0
     end: str = ""
+    reason: str = ""
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -486,7 +487,7 @@ class EnvPool:
     observation "", reward 0, truncated, info["end"] "env timeout" or "env died" and info["reason"] (in reset() too). A
     worker that hangs or dies is replaced and its other slots are restored by replaying their actions: exact, because
     the engine is deterministic. `counters` counts all of it. A game file that cannot be played (gone, cut short, without a
-    solution) ends its episode in reset() as "game unplayable"; if no game can be played, that is a RuntimeError.
+    solution) ends its episode in reset() as "game unplayable".
     Nothing outlives close(), Ctrl-C or a kill -9 of this process: a worker ends as soon as its stdin closes.
     """
 
@@ -516,12 +517,10 @@ class EnvPool:
 
     def reset(self, games: list[Game]) -> list[tuple[str, dict]]:
         """Starts games[i] in slot i; earlier episodes are dropped."""
-        self._running, self._lost, self._errors = {}, {}, []
+        self._running, self._lost = {}, {}
         self._infos = [{"task": "", "task_type": game.task_type, "game_id": game.id, "admissible": [], "won": False,
                         "valid": True, "steps": 0} for game in games]
         results = self._exchange([_Request(slot, game, [], fresh=True) for slot, game in enumerate(games)])
-        if len(self._errors) == len(games) > 0:           # one bad file must not stop a night's run; all of them are no run
-            raise RuntimeError(self._errors[0])
         return [(results[slot][0], results[slot][-1]) for slot in range(len(games))]
 
     def step(self, actions: dict[int, str]) -> dict[int, tuple[str, float, bool, bool, dict]]:
@@ -579,7 +578,6 @@ class EnvPool:
         for line in lines:
             request, answer = worker.queue.pop(0), json.loads(line)
             if "error" in answer:
-                self._errors.append(answer["error"])
                 self._lose(request, "env died" if request.actions else "game unplayable", answer["error"], results)
                 continue
             result = answer["result"]

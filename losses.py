@@ -492,7 +492,7 @@ def main():
     device = "cuda" if torch.cuda.is_available() else "cpu"
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name() if device == 'cuda' else f'{torch.get_num_threads()} CPU threads'}")
     shapes = [(512, 256, 16384, torch.bfloat16, False), (2048, 128, 1500, torch.float32, True)] if parser.parse_args().quick else [
-        (10000, 128, 1500, torch.float32, True),  # this project's tiny model
+        (10000, 128, 1500, torch.float32, True),  # a head like this project's tiny model's
         (1024, 576, 49152, torch.bfloat16, False),  # SmolLM2-135M
         (512 if device == "cpu" else 8192, 2048, 151936, torch.bfloat16, False)]  # Qwen3-1.7B
     found = contestants()

@@ -15,7 +15,8 @@ What happens, in the order of this file:
     7  Stage 2        each update: act -> analyze -> re-score with the skill -> GRPO + KL + gated distillation
     8  evaluation     every game of a split once, Wilson intervals, by task type
     9  runs           logs, checkpoints, exact resume, curves, report
-    10 main           arguments to exit code
+    10 memory         what fits on a card; out of memory means smaller batches, counted
+    11 main           arguments to exit code
 
 Left out on purpose: multi-GPU, a separate inference engine, value networks, learning-rate schedules in Stage 2 (the paper's is constant),
 vision, and the replay of the paper's other environments. The equations live in losses.py, prompts and parsers in skills.py, the world in envs.py.
@@ -55,6 +56,7 @@ try:
     from safetensors import SafetensorError
     from safetensors.torch import load_file, save_file
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, HfArgumentParser
+    from transformers.cache_utils import DynamicLayer
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     import losses
@@ -92,16 +94,17 @@ class Config:
     name: str = option("", "Name of the run: everything is written to OUT/NAME. Default: the method's name; with --eval: 'eval'.")
     out: str = option("runs", "Folder that holds the runs.")
     seed: int = option(0, "Seed of everything random. One seed, one run: bit for bit on a CPU with the same number of threads.")
-    profile: str = option("auto", "'tiny' or 'paper': which column of defaults to use. 'auto': 'tiny' for models under 50M parameters.")
+    profile: str = option("auto", "'tiny' or 'paper': which column of defaults to use. 'auto': 'tiny' for the shipped base and for folders with a model "
+                                 "under 50M parameters, else 'paper'.")
     # -- what to do
     dry_run: bool = option(False, "Print where the memory would go, and the settings for 12, 16 and 24 GB cards, and stop. Nothing is loaded.")
     eval: bool = option(False, "Only evaluate the model (every game of each split in --eval_splits once) and stop.")
     resume: bool = option(False, "Continue OUT/NAME from its newest checkpoint; with the same options the result is the same as without the break.")
-    overwrite: bool = option(False, "Delete OUT/NAME first if it exists. Without it, an existing run is never touched.")
+    overwrite: bool = option(False, "Delete OUT/NAME first if it exists. Without it, a run that has a checkpoint is never started over.")
     sft_from: str = option("", "Reuse the Stage-1 result of this run folder instead of running Stage 1 again (how arms share their start).")
     # -- the paper's ablations, one flag each
     no_sft: bool = option(False, "Ablation: skip Stage 1; the base itself must write the skills.")
-    no_opd: bool = option(False, "Ablation: analyze and log as SEED does, but give the distillation term weight 0.")
+    no_opd: bool = option(False, "Ablation: analyze and log skills, Delta and gate as SEED does, but leave the distillation term out of the loss.")
     static_skills: bool = option(False, "Ablation: teach with the Stage-1 analyzer's offline skills instead of the policy's own, current ones.")
     shuffle_skills: bool = option(False, "Control the paper lacks: give every episode the skill of another game's episode, as far as there is one.")
     # -- games
@@ -128,10 +131,11 @@ class Config:
     sft_epochs: int | None = option(None, "Epochs over the Stage-1 rows (paper: 3).")
     sft_lr: float | None = option(None, "Peak learning rate of Stage 1, cosine with 10% warm-up (paper: 5e-6).")
     sft_batch: int | None = option(None, "Rows per Stage-1 step (paper: 8).")
-    sft_anchor: float | None = option(None, "Weight of KL(base || policy) on the base's own acting transcripts during Stage 1 (paper: 0, no anchor).")
+    sft_anchor: float | None = option(None, "Weight of KL(base || policy) on the base's own acting transcripts during Stage 1 (paper: 0, no anchor). "
+                                          "The transcripts count twice: without a skill, and with theirs in the context.")
     # -- Stage 2
     updates: int | None = option(None, "Updates of Stage 2 (paper: 150).")
-    tasks_per_update: int | None = option(None, "Different games per update (paper: 16).")
+    tasks_per_update: int | None = option(None, "Games per update, each with a whole group (paper: 16).")
     group_size: int | None = option(None, "Rollouts of each game, the GRPO group G (paper: 8).")
     minibatches: int | None = option(None, "Optimizer steps per update; the episodes are split at random.")
     lr: float | None = option(None, "Constant learning rate of AdamW in Stage 2 (paper: 1e-6, full fine-tuning).")
@@ -148,7 +152,7 @@ class Config:
     # -- evaluation and bookkeeping
     eval_temperature: float = option(0.4, "Sampling temperature of evaluation (paper: 0.4).")
     eval_every: int | None = option(None, "Evaluate every so many updates (0: only before, between and after).")
-    eval_splits: list[str] = option(["valid_unseen"], "Splits to evaluate: valid_seen and/or valid_unseen.")
+    eval_splits: list[str] = option(["valid_unseen"], "Splits to evaluate: valid_seen, valid_unseen, or train.")
     save_every: int | None = option(None, "Write a checkpoint every so many updates (the last update always).")
     # -- the machine
     tune: str | None = option(None, "'full' fine-tuning or 'lora' adapters.")
@@ -214,6 +218,8 @@ def check_config(cfg: Config) -> None:
     need(not (cfg.no_sft and cfg.sft_from), "--no_sft and --sft_from exclude each other.")
     need(not (cfg.static_skills and cfg.no_sft), "--static_skills takes its skills from Stage 1, so it cannot go with --no_sft.")
     need(not (cfg.resume and cfg.overwrite), "--resume and --overwrite exclude each other.")
+    need(not (cfg.eval and (cfg.sft_from or cfg.resume or cfg.overwrite)),
+         "--eval takes no --sft_from, --resume or --overwrite; give the checkpoint's policy folder as --model (or --adapter).")
     bad = [s for s in cfg.eval_splits if s not in envs.SPLITS]
     need(not bad, f"--eval_splits {' '.join(bad)} is not known; choose from {', '.join(envs.SPLITS)}.")
     need("/" not in cfg.name and cfg.name not in (".", ".."), f"--name {cfg.name!r} must be a plain folder name.")
@@ -245,7 +251,7 @@ class Policy:
     end_id: int
     first: tuple[list[int], list[int]]
     later: tuple[list[int], list[int]]
-    reference: torch.nn.Module | None = None  # full fine-tuning: a frozen copy; LoRA: None, an adapter named "reference"
+    reference: torch.nn.Module | None = None  # full fine-tuning: a frozen copy; LoRA: None (reference_of)
     control_words: list[str] = field(default_factory=list)
     recompute: list[torch.nn.Module] = field(default_factory=list)  # layers whose activations are recomputed in backward
     loss_scale: float = 1.0                   # 1: off. fp16 gradients underflow without it (see optimizer_step)
@@ -348,6 +354,8 @@ def load_policy(cfg: Config, path: str, *, trainable: bool = True) -> Policy:
     made_for = adapter_config(adapter)["base_model_name_or_path"] if adapter else ""
     base = made_for if adapter == Path(path) else path
     lora = cfg.tune == "lora" or adapter is not None
+    if adapter and cfg.tune == "full":
+        raise ValueError(f"{str(adapter)!r} is a LoRA adapter, so it cannot go with --tune full.")
     config, dtype = model_config(base), compute_dtype(device, lora)
     limit = getattr(config, "max_position_embeddings", None)
     if limit and cfg.max_context + cfg.max_analysis > limit:  # the analyzer reads an episode and writes behind it
@@ -367,6 +375,8 @@ def load_policy(cfg: Config, path: str, *, trainable: bool = True) -> Policy:
     for name in ("final_logit_softcapping", "logits_scaling", "logit_scale"):  # heads the chunked kernel does not model
         if getattr(model.config, name, None) not in (None, 1, 1.0):
             raise ValueError(f"{path!r} changes its logits by {name}; seed_mini scores hidden @ head.T / temperature only.")
+    if any(type(layer) is not DynamicLayer for layer in DynamicCache(config=model.config).layers):
+        raise ValueError(f"{path!r} has layers without full attention (a sliding window, say); the cache of seed_mini's generation knows full attention only.")
     if cfg.checkpointing and trainable:  # takes effect inside recomputing() only
         model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()  # a frozen embedding: without it the first layer's input has no gradient
@@ -386,11 +396,14 @@ def load_policy(cfg: Config, path: str, *, trainable: bool = True) -> Policy:
 
 
 def adapter_config(folder: Path) -> dict:
-    """adapter_config.json of a PEFT folder. Raises ValueError in one sentence."""
+    """adapter_config.json of a PEFT folder, which must name its base. Raises ValueError in one sentence."""
     try:
-        return json.loads((folder / "adapter_config.json").read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise ValueError(f"{str(folder)!r} is not a LoRA adapter folder: its adapter_config.json is missing or broken.") from error
+        config = json.loads((folder / "adapter_config.json").read_text())
+        if isinstance(config["base_model_name_or_path"], str):
+            return config
+        raise KeyError("base_model_name_or_path")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{str(folder)!r} is not a LoRA adapter folder: its adapter_config.json is missing or broken, or names no base.") from error
 
 
 def base_check(model) -> list[float]:
@@ -501,123 +514,12 @@ def recomputing(policy: Policy):
             layer.training = False
 
 
-# How much memory that takes. All of it follows from config.json, so it can be said before anything is loaded. GB = 1e9 bytes.
-QWEN_CONFIG = dict(num_hidden_layers=28, hidden_size=2048, num_attention_heads=16, num_key_value_heads=8, head_dim=128, intermediate_size=6144,
-                   vocab_size=151936, tie_word_embeddings=True)  # as published, for --dry_run without a network
-PREFILL = {"cpu": 1 << 18, "cuda": 8192}  # padded tokens of one forward pass in generation; long prompts go in pieces
-
-
-def card_memory(cfg: Config) -> float:
-    """Memory of the CUDA card this run would use, in GB; 0.0 without one."""
-    return torch.cuda.get_device_properties(0).total_memory / 1e9 if cfg.device != "cpu" and torch.cuda.is_available() else 0.0
-
-
-def choose_model(cfg: Config) -> tuple[str, str]:
-    """What --model auto means on this machine, and one line that says so ("" if the user chose)."""
-    if cfg.model != "auto":
-        return cfg.model, ""
-    card = card_memory(cfg)
-    if card >= 10:
-        how = "16-bit LoRA" if cfg.no_4bit else "QLoRA"
-        return QWEN, f"model: {QWEN} in {how}, because the CUDA card has {card:.0f} GB (--model tiny takes the shipped 0.7M-parameter base instead)"
-    why = f"the CUDA card has only {card:.0f} of 10 GB" if card else "no CUDA card is used"
-    return "tiny", f"model: the shipped tiny base, because {why} (--model {QWEN}, or any causal LM with a chat template, takes that instead)"
-
-
-def memory_plan(model, cfg: Config) -> dict[str, float]:
-    """Bytes on the card by use, from a model's config (attributes as in QWEN_CONFIG) and the run's settings; the two peaks come last.
-
-    Llama-like layers are assumed, and every episode as long as allowed. With checkpointing, activations are every layer's input and one layer in
-    full. Not counted: the CUDA context and fragmentation.
-    """
-    H, L, V, I = model.hidden_size, model.num_hidden_layers, model.vocab_size, getattr(model, "intermediate_size", None) or 4 * model.hidden_size
-    head = getattr(model, "head_dim", None) or H // model.num_attention_heads
-    q, kv = head * model.num_attention_heads, head * (getattr(model, "num_key_value_heads", None) or model.num_attention_heads)
-    lora, size = cfg.tune == "lora", 2 if cfg.tune == "lora" else 4
-    shapes = [(H, q), (H, kv), (H, kv), (q, H), (H, I), (H, I), (I, H)]  # inputs, outputs of a layer's linear maps
-    linear, vocab = L * sum(a * b for a, b in shapes), V * H * (1 if model.tie_word_embeddings else 2)
-    nf4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes: 4 bits, an 8-bit scale per 64 weights, a 32-bit scale per 256 scales
-    trained = L * cfg.lora_rank * sum(a + b for a, b in shapes) if lora else linear + vocab
-    positions, tokens = cfg.max_context + cfg.max_analysis, max(cfg.micro_tokens, cfg.max_context + cfg.max_analysis)  # one episode is never cut
-    # Bytes autograd keeps per token of a layer: norms, q/k norms, attention, gated MLP; then each adapter's own fp32 copy of its input
-    # (full: the linear maps' inputs). `scratch`: temporary numbers around the MLP, forward or backward.
-    layer = 8 * H + (4 + 2 * size) * (q + kv) + 3 * size * I + (4 * (5 * H + q + I) + 28 * cfg.lora_rank if lora else size * (4 * H + I))
-    scratch = (4 + 3 * size) * I + (4 + 2 * size) * H
-    kept = L * H * size + layer if cfg.checkpointing else L * layer
-    plan = dict(weights=vocab * size + linear * (nf4 if lora and not cfg.no_4bit else size),
-                adapter=4.0 * trained * (1 if cfg.no_sft else 2) if lora else 0.0, reference=0.0 if lora else 4.0 * trained,
-                optimizer=8.0 * trained, gradients=8.0 * trained,  # fp32; the RL and the OPD part are taken apart
-                kv_cache=2.0 * L * kv * size * cfg.rollout_batch * positions, activations=float(tokens * (kept + scratch)),
-                logits_chunk=float(losses.SCRATCH_BUDGET["cuda"]))
-    # Generation: one layer's cache is copied as it grows and repeated for all heads; the first prompts, in pieces; the sampler's distributions.
-    working = (2.0 * (kv + q) * size * positions + V * (size + 24)) * cfg.rollout_batch + PREFILL["cuda"] * scratch
-    always = plan["weights"] + plan["adapter"] + plan["reference"] + plan["optimizer"]
-    return plan | dict(generation=working, peak_rollout=always + plan["kv_cache"] + working,
-                       peak_training=always + plan["gradients"] + plan["activations"] + plan["logits_chunk"])
-
-
-def measured_peak(policy: Policy, cfg: Config, rolls: list["Rollout"]) -> dict[str, float]:
-    """GB at the update's peak, measured and predicted for the lengths that these rollouts had."""
-    lengths = [len(r.ids) for r in rolls]
-    now = dataclasses.replace(cfg, max_context=max(lengths), micro_tokens=min(cfg.micro_tokens, sum(lengths)),
-                              rollout_batch=min(cfg.rollout_batch, len(rolls)))
-    plan = memory_plan(policy.model.config, now)
-    return dict(peak_gb=torch.cuda.max_memory_allocated() / 1e9, predicted_peak_gb=max(plan["peak_rollout"], plan["peak_training"]) / 1e9)
-
-
-def fit(model, cfg: Config, card: float) -> dict[str, int]:
-    """The largest rollout_batch and micro_tokens whose peaks leave a tenth of `card` GB free; the smallest ones if nothing fits."""
-    batches, tokens, best = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64), (2048, 4096, 8192), {}
-    for name, values, peak in (("rollout_batch", batches, "peak_rollout"), ("micro_tokens", tokens, "peak_training")):
-        trial = dict(rollout_batch=batches[0], micro_tokens=tokens[0])
-        fits = [v for v in values if memory_plan(model, dataclasses.replace(cfg, **trial | {name: v}))[peak] < 0.9e9 * card]
-        best[name] = max(fits, default=values[0])
-    return best
-
-
-def plan_config(cfg: Config):
-    """The config that memory_plan needs, of --model or of an adapter's base; Qwen3-1.7B's is known without a network."""
-    path = str(TINY) if cfg.model == "tiny" else cfg.model
-    path = adapter_config(Path(path))["base_model_name_or_path"] if (Path(path) / "adapter_config.json").exists() else path
-    return argparse.Namespace(**QWEN_CONFIG) if path == QWEN else model_config(path)
-
-
-def dry_run(cfg: Config) -> str:
-    """The memory plan as a table, against the card found, and what would be chosen for other cards."""
-    model = plan_config(cfg)
-    plan, card = memory_plan(model, cfg), card_memory(cfg)
-    kind = "full fine-tuning" if cfg.tune == "full" else "LoRA" if cfg.no_4bit else "QLoRA"
-    lines = [f"{cfg.model}, {kind}: episodes of up to {cfg.max_context} tokens, {cfg.rollout_batch} at once, micro-batches of {cfg.micro_tokens}"]
-    lines += [f"    {name.replace('_', ' '):14s} {size / 1e9:7.2f} GB" for name, size in plan.items()]
-    need = max(plan["peak_rollout"], plan["peak_training"]) / 1e9
-    lines += [f"card: {card:.1f} GB, {'fits' if need < 0.9 * card else 'does NOT fit (a tenth stays free)'}" if card else "card: none found"]
-    for gb in (12, 16, 24):
-        best = fit(model, cfg, gb)
-        peaks = memory_plan(model, dataclasses.replace(cfg, **best))
-        need = max(peaks["peak_rollout"], peaks["peak_training"]) / 1e9
-        text = f"--rollout_batch {best['rollout_batch']} --micro_tokens {best['micro_tokens']} (peak {need:.1f} GB)"
-        lines.append(f"{gb} GB card: " + (text if need < 0.9 * gb else f"does not fit, needs {need:.1f} GB; lower --max_context, or a smaller model"))
-    return "\n".join(lines + ["Predicted from config.json; not yet measured on a GPU."])
-
-
-HALVED = "out of memory: {} halved"  # counter
-
-
-def retry_smaller(cfg: Config, name: str, counters: Counter, work):
-    """work(); if it runs out of memory, again with half of cfg.rollout_batch or cfg.micro_tokens (`name`), for the rest of the run. Counted."""
-    while True:
-        with contextlib.suppress(torch.OutOfMemoryError):
-            return work()
-        if getattr(cfg, name) == 1:  # out here, where the exception keeps no tensor alive
-            raise RuntimeError(f"out of memory even with --{name} 1; see --dry_run, and lower --max_context or take a smaller model.")
-        setattr(cfg, name, getattr(cfg, name) // 2)
-        counters[HALVED.format(name)] += 1
-        torch.cuda.empty_cache()
-
-
 # ------------------------------------------------------------------------------------------------------------------
 # 3. Generation: a KV cache for a batch of growing sequences
 # ------------------------------------------------------------------------------------------------------------------
+PREFILL = {"cpu": 1 << 18, "cuda": 8192}  # padded tokens of one forward pass in generation; long prompts go in pieces
+
+
 class KVBatch:
     """The KV cache of B sequences that grow by chunks of different lengths (a class, because it is state that must stay in step).
 
@@ -747,7 +649,7 @@ def take_turn(policy: Policy, cfg: Config, roll: Rollout, new: list[int], logps:
     """Write one sampled turn and the environment's answer into the rollout. Returns the ids to feed next ([] when the episode is over)."""
     observation, reward, terminated, truncated, info = result
     if not math.isfinite(reward):  # an environment that says so is out of order; the advantages of its group must not notice
-        reward, truncated, info = 0.0, True, info | dict(end="env died")
+        reward, truncated, info = 0.0, True, info | dict(end="env died", reason="its reward was not a finite number")
     episode, closed = roll.episode, new[-1] == policy.end_id
     response = policy.decode(new)
     valid = info["valid"] or "end" in info  # when the environment fails, info is the step before's
@@ -761,7 +663,7 @@ def take_turn(policy: Policy, cfg: Config, roll: Rollout, new: list[int], logps:
     _append(roll, new, True, logps)
     _append(roll, forced, False)
     if terminated or truncated:
-        episode.end = "won" if episode.won else info.get("end", "step limit")
+        episode.end, episode.reason = "won" if episode.won else info.get("end", "step limit"), info.get("reason", "")
     else:
         text = envs.turn_text(observation, admissible=info["admissible"] if cfg.show_admissible else None)
         turn = policy.later[0] + policy.encode(text) + policy.later[1]
@@ -798,6 +700,8 @@ def rollout(policy: Policy, pool: envs.EnvPool, games: list[envs.Game], cfg: Con
         part, more = retry_smaller(cfg, "rollout_batch", counters, play)
         rolls += part
         counters += more
+    if rolls and all(r.episode.end == "game unplayable" for r in rolls):  # one bad file must not stop a night's run; all of them are no run
+        raise RuntimeError(f"none of {len({g.id for g in games})} games can be played; the last one: {rolls[-1].episode.reason}")
     if rolls and all(r.episode.end == "context limit" and not r.episode.steps for r in rolls):
         raise RuntimeError(f"no game can begin: the first prompt alone needs more than --max_context {cfg.max_context} "
                            f"minus --max_response {cfg.max_response}.")
@@ -811,6 +715,7 @@ def _play(policy: Policy, pool: envs.EnvPool, games: list[envs.Game], cfg: Confi
     for i, (game, (observation, info)) in enumerate(zip(games, pool.reset(games))):
         roll = start_rollout(policy, cfg, game, observation, info, skill_texts[i])
         roll.episode.end = info.get("end", "" if len(roll.ids) + cfg.max_response < cfg.max_context else "context limit")
+        roll.episode.reason = info.get("reason", "")
         if roll.episode.end:  # over before it began: no step, no sampled token, counted
             counters[f"ended: {roll.episode.end}"] += 1
         else:
@@ -897,12 +802,14 @@ def response_hidden(policy: Policy, sequences: list[Sequence]) -> tuple[torch.Te
 
 
 def token_logp(policy: Policy, sequences: list[Sequence], temperature: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One forward pass: log-probs [B, R], mask [B, R] and entropy [B, R] (no gradient), R = most response tokens of a sequence.
+    """One forward pass: log-probs [B, R], mask [B, R] and entropy [B, R], R = most response tokens of a sequence.
 
-    The temperature is the one the tokens were sampled at: otherwise the ratio to the sampler is not 1 before the first step.
+    Entropy is a metric: zeros while gradients are on, since no training pass needs it. The temperature is the one the tokens were sampled at: otherwise the ratio to the sampler is not 1 before the first step.
     """
     hidden, labels, row, rank = response_hidden(policy, sequences)
-    flat, entropy = losses.chunked_logprob(hidden, policy.head, labels, temperature=temperature, return_entropy=True)
+    scoring = not torch.is_grad_enabled()
+    flat = losses.chunked_logprob(hidden, policy.head, labels, temperature=temperature, return_entropy=scoring)
+    flat, entropy = flat if scoring else (flat, torch.zeros_like(flat))
     shape = (len(sequences), int(rank.max()) + 1 if len(rank) else 0)
     logp = flat.new_zeros(shape).index_put((row, rank), flat)
     mask = torch.zeros(shape, dtype=torch.bool, device=flat.device).index_put((row, rank), torch.ones_like(row, dtype=torch.bool))
@@ -1013,7 +920,7 @@ def sft(policy: Policy, cfg: Config, sequences: list[Sequence], acting: list[Seq
         optimizer.param_groups[0]["lr"] = cfg.sft_lr * cosine(step, steps)
         anchor = torch.zeros(())
 
-        def gradients():
+        def backward():
             optimizer.zero_grad(set_to_none=True)
             total = 0.0
             for rows in micro_batches(batch, cfg.micro_tokens):
@@ -1023,7 +930,7 @@ def sft(policy: Policy, cfg: Config, sequences: list[Sequence], acting: list[Seq
                 total += loss.item()
             return total
 
-        total = retry_smaller(cfg, "micro_tokens", skips, gradients)
+        total = retry_smaller(cfg, "micro_tokens", skips, backward)
         if anchored:
             picks = counted_rng(cfg.seed, "sft anchor", step).choice(len(acting), size=min(cfg.sft_batch, len(acting)), replace=False)
             anchor = anchor_kl(policy, [acting[i] for i in picks])
@@ -1352,7 +1259,8 @@ def wilson(wins: int, n: int) -> tuple[float, float]:
         return 0.0, 1.0
     z, p = 1.959964, wins / n
     centre, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    return max(0.0, (centre - half) / (1 + z * z / n)), min(1.0, (centre + half) / (1 + z * z / n))
+    low, high = (centre - half) / (1 + z * z / n), (centre + half) / (1 + z * z / n)
+    return low if wins else 0.0, high if wins < n else 1.0  # exactly, where rounding would leave the rate outside its interval
 
 
 def evaluate(policy: Policy, pool: envs.EnvPool, games: list[envs.Game], cfg: Config, key: str, with_rule_skill: bool = False) -> dict:
@@ -1386,6 +1294,7 @@ def evaluate(policy: Policy, pool: envs.EnvPool, games: list[envs.Game], cfg: Co
 # ------------------------------------------------------------------------------------------------------------------
 FORMAT = 1  # of the checkpoint folder
 LOGS = ("metrics.jsonl", "rollouts.jsonl", "skills.jsonl", "dropped.jsonl")
+START = "checkpoints/update-000000"  # in a run's folder: where Stage 2 begins, its reference policy, and what --sft_from reads
 
 
 class Stopwatch:
@@ -1438,9 +1347,9 @@ class Run:
             os.close(handle)
 
     def create(self) -> None:
-        """A fresh folder; an existing run is refused unless --overwrite."""
+        """An empty folder with the config; what a run has left there is deleted with --overwrite, or with --resume if it has no checkpoint."""
         present = [p for p in self.dir.iterdir() if p.name != "config.json.tmp"]
-        if present and not (self.dir / "config.json").exists():
+        if present and not run_config(self.dir):
             raise ValueError(f"{self.dir} holds files that are no run of seed_mini; choose another --name or --out.")
         if present and not (self.cfg.overwrite or self.cfg.resume):
             raise ValueError(f"{self.dir} already holds a run: continue it with --resume, replace it with --overwrite, or choose another --name.")
@@ -1516,7 +1425,7 @@ class Run:
         reference policy and what --sft_from reads. Delete the others."""
         kept = sorted((self.dir / "checkpoints").glob("update-*"))
         for old in kept[:-2]:
-            if old.name not in ("update-000000", self.best()):
+            if old.name not in (Path(START).name, self.best()):
                 shutil.rmtree(old)
 
     def newest(self) -> tuple[Path, dict]:
@@ -1538,6 +1447,20 @@ class Run:
                 os.truncate(self.dir / name, len(data))
         self.metrics = read_jsonl(self.dir / "metrics.jsonl")
         self.update = state["update"]
+
+
+def run_config(folder: Path) -> dict:
+    """config.json of a run's folder; {} if this is none (model folders have a config.json, too, and must never be taken for a run and emptied).
+
+    Raises ValueError if it cannot be read.
+    """
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        return config if isinstance(config, dict) and "method" in config else {}
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise ValueError(f"{folder / 'config.json'} is damaged ({error}). Start the run again in another folder.") from error
 
 
 def good_checkpoint(path: Path) -> dict | None:
@@ -1584,7 +1507,8 @@ def write_json(path: Path, data: dict) -> None:
 
 def sha256(path: Path) -> str:
     """Hex digest of a file."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    with open(path, "rb") as f:  # not read as a whole: AdamW's moments of a large model fill many GB
+        return hashlib.file_digest(f, "sha256").hexdigest()
 
 
 def git_commit() -> str:
@@ -1611,8 +1535,8 @@ library_name: peft
 pipeline_tag: text-generation
 tags: [lora, seed, alfworld]
 ---
-A LoRA adapter for `{base}`, trained with [SEED](https://arxiv.org/abs/2607.14777) by seed_mini to play ALFWorld. How it was trained and what it
-scored is in the run's config.json and report.md, three folders up. At inference it needs no skill, memory or retrieval.
+A LoRA adapter for `{base}`, trained to play ALFWorld by seed_mini ([SEED](https://arxiv.org/abs/2607.14777), or GRPO as its baseline). How it was
+trained and what it scored is in the run's config.json and report.md, three folders up. At inference it needs no skill, memory or retrieval.
 
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), "<this folder>")
     python seed_mini.py --eval --model {base} --adapter <this folder>
@@ -1630,13 +1554,16 @@ def load_optimizer(optimizer: torch.optim.Optimizer, path: Path) -> None:
     optimizer.load_state_dict(full)
 
 
+def rate(result: dict) -> str:
+    """Success and its interval."""
+    return "{success:.1%} [{interval[0]:.1%}, {interval[1]:.1%}]".format_map(result)
+
+
 def progress_line(line: dict) -> str:
     """A metrics line for the eye."""
     if line["stage"] == "eval":
-        low, high = line["interval"]
         skill = " with a workflow skill in context" if line["skill_in_context"] else ""
-        return (f"eval {line['at']:>6} {line['split']}{skill}: {line['wins']}/{line['n']} = {line['success']:.1%} [{low:.1%}, {high:.1%}], "
-                f"macro {line['macro']:.1%}")
+        return f"eval {line['at']:>6} {line['split']}{skill}: {line['wins']}/{line['n']} = {rate(line)}, macro {line['macro']:.1%}"
     if line["stage"] == "library":
         return f"static skills for {line['skills']} of {line['games']} training games"
     if line["stage"] == "sft":
@@ -1659,7 +1586,7 @@ def progress_line(line: dict) -> str:
 
 
 def draw_curves(run: Run) -> None:
-    """curves.png: success on held-out games with Wilson intervals, and training success, parse rate and Delta by update."""
+    """curves.png: success on held-out games with Wilson intervals; training success, ties and invalid actions; Delta by update."""
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
@@ -1703,11 +1630,10 @@ def write_report(run: Run) -> None:
              "| at | split | context | wins / n | success [Wilson 95%] | macro | invalid |", "|---|---|---|---|---|---|---|"]
     for m in evals:
         lines.append(f"| {m['at']} | {m['split']} | {'workflow skill' if m['skill_in_context'] else 'history'} | {m['wins']} / {m['n']} | "
-                     f"{m['success']:.1%} [{m['interval'][0]:.1%}, {m['interval'][1]:.1%}] | {m['macro']:.1%} | {m['invalid_action_rate']:.0%} |")
+                     f"{rate(m)} | {m['macro']:.1%} | {m['invalid_action_rate']:.0%} |")
     for m in {m["split"]: m for m in evals if not m["skill_in_context"]}.values():  # the last one of each split
         lines += ["", f"## {m['split']} at {m['at']}, by task type", "", "| task type | wins / n | success [Wilson 95%] |", "|---|---|---|"]
-        lines += [f"| {t} | {v['wins']} / {v['n']} | {v['success']:.1%} [{v['interval'][0]:.1%}, {v['interval'][1]:.1%}] |"
-                  for t, v in m["by_type"].items()]
+        lines += [f"| {t} | {v['wins']} / {v['n']} | {rate(v)} |" for t, v in m["by_type"].items()]
         lines += ["", f"Games (won in bold): {', '.join(f'**{g}**' if won else g for g, won in m['games'].items())}"]
     rl = [m for m in run.metrics if m["stage"] == "rl"]
     totals = Counter()
@@ -1718,7 +1644,6 @@ def write_report(run: Run) -> None:
     if rl:
         lines += ["", f"Seconds per update (median): {np.median([m['step_time'] for m in rl]):.1f}. "
                       f"First update's sampler-to-scoring gap in log-prob: {rl[0]['sampler_gap']:.2e}."]
-    if rl:
         ours, theirs, listed = (np.mean([m[k] for m in rl]) for k in ("episode_tokens", "one_prompt_per_step_tokens", "admissible_tokens"))
         lines += [f"Tokens of one pass over an episode: {ours:.0f} as one transcript ({listed:.0f} of them list admissible commands), "
                   f"{theirs:.0f} with one prompt per step and a window of 5 steps."]
@@ -1731,7 +1656,123 @@ def write_report(run: Run) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------------
-# 10. Main
+# 10. Memory: what fits on a card
+# ------------------------------------------------------------------------------------------------------------------
+# All of it follows from config.json, so it can be said before anything is loaded. GB = 1e9 bytes.
+QWEN_CONFIG = dict(num_hidden_layers=28, hidden_size=2048, num_attention_heads=16, num_key_value_heads=8, head_dim=128, intermediate_size=6144,
+                   vocab_size=151936, tie_word_embeddings=True)  # as published, for --dry_run without a network
+
+
+def card_memory(cfg: Config) -> float:
+    """Memory of the CUDA card this run would use, in GB; 0.0 without one."""
+    return torch.cuda.get_device_properties(0).total_memory / 1e9 if cfg.device != "cpu" and torch.cuda.is_available() else 0.0
+
+
+def choose_model(cfg: Config) -> tuple[str, str]:
+    """What --model auto means on this machine, and one line that says so ("" if the user chose)."""
+    if cfg.model != "auto":
+        return cfg.model, ""
+    card = card_memory(cfg)
+    if card >= 10:
+        how = "full fine-tuning" if cfg.tune == "full" else "16-bit LoRA" if cfg.no_4bit else "QLoRA"
+        return QWEN, f"model: {QWEN} in {how}, because the CUDA card has {card:.0f} GB (--model tiny takes the shipped 0.7M-parameter base instead)"
+    why = f"the CUDA card has only {card:.0f} of 10 GB" if card else "no CUDA card is used"
+    return "tiny", f"model: the shipped tiny base, because {why} (--model {QWEN}, or another Llama-like LM with a chat template, takes that instead)"
+
+
+def memory_plan(model, cfg: Config) -> dict[str, float]:
+    """Bytes on the card by use, from a model's config (attributes as in QWEN_CONFIG) and the run's settings; the two peaks come last.
+
+    Llama-like layers are assumed, and every episode as long as allowed. With checkpointing, activations are every layer's input and one layer in
+    full. Not counted: the CUDA context and fragmentation.
+    """
+    H, L, V, I = model.hidden_size, model.num_hidden_layers, model.vocab_size, getattr(model, "intermediate_size", None) or 4 * model.hidden_size
+    head = getattr(model, "head_dim", None) or H // model.num_attention_heads
+    q, kv = head * model.num_attention_heads, head * (getattr(model, "num_key_value_heads", None) or model.num_attention_heads)
+    lora, size = cfg.tune == "lora", 2 if cfg.tune == "lora" else 4
+    shapes = [(H, q), (H, kv), (H, kv), (q, H), (H, I), (H, I), (I, H)]  # inputs, outputs of a layer's linear maps
+    linear, vocab = L * sum(a * b for a, b in shapes), V * H * (1 if model.tie_word_embeddings else 2)
+    nf4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes: 4 bits, an 8-bit scale per 64 weights, a 32-bit scale per 256 scales
+    trained = L * cfg.lora_rank * sum(a + b for a, b in shapes) if lora else linear + vocab
+    positions, tokens = cfg.max_context + cfg.max_analysis, max(cfg.micro_tokens, cfg.max_context + cfg.max_analysis)  # one episode is never cut
+    # Bytes autograd keeps per token of a layer: norms, q/k norms, attention, gated MLP; then each adapter's own fp32 copy of its input
+    # (full: the linear maps' inputs). `scratch`: temporary numbers around the MLP, forward or backward.
+    layer = 8 * H + (4 + 2 * size) * (q + kv) + 3 * size * I + (4 * (5 * H + q + I) + 28 * cfg.lora_rank if lora else size * (4 * H + I))
+    scratch = (4 + 3 * size) * I + (4 + 2 * size) * H
+    kept = L * H * size + layer if cfg.checkpointing else L * layer
+    plan = dict(weights=vocab * size + linear * (nf4 if lora and not cfg.no_4bit else size),
+                adapter=4.0 * trained * (1 if cfg.no_sft else 2) if lora else 0.0, reference=0.0 if lora else 4.0 * trained,
+                optimizer=8.0 * trained, gradients=8.0 * trained,  # fp32; the RL and the OPD part are taken apart
+                kv_cache=2.0 * L * kv * size * cfg.rollout_batch * positions, activations=float(tokens * (kept + scratch)),
+                logits_chunk=float(losses.SCRATCH_BUDGET["cuda"]))
+    # Generation: one layer's cache is copied as it grows and repeated for all heads; the first prompts, in pieces; the sampler's distributions.
+    working = (2.0 * (kv + q) * size * positions + V * (size + 24)) * cfg.rollout_batch + PREFILL["cuda"] * scratch
+    always = plan["weights"] + plan["adapter"] + plan["reference"] + plan["optimizer"]
+    return plan | dict(generation=working, peak_rollout=always + plan["kv_cache"] + working,
+                       peak_training=always + plan["gradients"] + plan["activations"] + plan["logits_chunk"])
+
+
+def measured_peak(policy: Policy, cfg: Config, rolls: list["Rollout"]) -> dict[str, float]:
+    """GB at the update's peak, measured and predicted for the lengths that these rollouts had."""
+    lengths = [len(r.ids) for r in rolls]
+    now = dataclasses.replace(cfg, max_context=max(lengths), micro_tokens=min(cfg.micro_tokens, sum(lengths)),
+                              rollout_batch=min(cfg.rollout_batch, len(rolls)))
+    plan = memory_plan(policy.model.config, now)
+    return dict(peak_gb=torch.cuda.max_memory_allocated() / 1e9, predicted_peak_gb=max(plan["peak_rollout"], plan["peak_training"]) / 1e9)
+
+
+def fit(model, cfg: Config, card: float) -> dict[str, int]:
+    """The largest rollout_batch and micro_tokens whose peaks leave a tenth of `card` GB free; the smallest ones if nothing fits."""
+    batches, tokens, best = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64), (2048, 4096, 8192), {}
+    for name, values, peak in (("rollout_batch", batches, "peak_rollout"), ("micro_tokens", tokens, "peak_training")):
+        trial = dict(rollout_batch=batches[0], micro_tokens=tokens[0])
+        fits = [v for v in values if memory_plan(model, dataclasses.replace(cfg, **trial | {name: v}))[peak] < 0.9e9 * card]
+        best[name] = max(fits, default=values[0])
+    return best
+
+
+def plan_config(cfg: Config):
+    """The config that memory_plan needs, of --model or of an adapter's base; Qwen3-1.7B's is known without a network."""
+    path = str(TINY) if cfg.model == "tiny" else cfg.model
+    path = adapter_config(Path(path))["base_model_name_or_path"] if (Path(path) / "adapter_config.json").exists() else path
+    return argparse.Namespace(**QWEN_CONFIG) if path == QWEN else model_config(path)
+
+
+def dry_run(cfg: Config) -> str:
+    """The memory plan as a table, against the card found, and what would be chosen for other cards."""
+    model = plan_config(cfg)
+    plan, card = memory_plan(model, cfg), card_memory(cfg)
+    kind = "full fine-tuning" if cfg.tune == "full" else "LoRA" if cfg.no_4bit else "QLoRA"
+    lines = [f"{cfg.model}, {kind}: episodes of up to {cfg.max_context} tokens, {cfg.rollout_batch} at once, micro-batches of {cfg.micro_tokens}"]
+    lines += [f"    {name.replace('_', ' '):14s} {size / 1e9:7.2f} GB" for name, size in plan.items()]
+    need = max(plan["peak_rollout"], plan["peak_training"]) / 1e9
+    lines += [f"card: {card:.1f} GB, {'fits' if need < 0.9 * card else 'does NOT fit (a tenth stays free)'}" if card else "card: none found"]
+    for gb in (12, 16, 24):
+        best = fit(model, cfg, gb)
+        peaks = memory_plan(model, dataclasses.replace(cfg, **best))
+        need = max(peaks["peak_rollout"], peaks["peak_training"]) / 1e9
+        text = f"--rollout_batch {best['rollout_batch']} --micro_tokens {best['micro_tokens']} (peak {need:.1f} GB)"
+        lines.append(f"{gb} GB card: " + (text if need < 0.9 * gb else f"does not fit, needs {need:.1f} GB; lower --max_context, or a smaller model"))
+    return "\n".join(lines + ["Predicted from config.json; not yet measured on a GPU."])
+
+
+HALVED = "out of memory: {} halved"  # counter
+
+
+def retry_smaller(cfg: Config, name: str, counters: Counter, work):
+    """work(); if it runs out of memory, again with half of cfg.rollout_batch or cfg.micro_tokens (`name`), for the rest of the run. Counted."""
+    while True:
+        with contextlib.suppress(torch.OutOfMemoryError):
+            return work()
+        if getattr(cfg, name) == 1:  # out here, where the exception keeps no tensor alive
+            raise RuntimeError(f"out of memory even with --{name} 1; see --dry_run, and lower --max_context or take a smaller model.")
+        setattr(cfg, name, getattr(cfg, name) // 2)
+        counters[HALVED.format(name)] += 1
+        torch.cuda.empty_cache()
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# 11. Main
 # ------------------------------------------------------------------------------------------------------------------
 def resolve(cfg: Config) -> Config:
     """Fill every None from the profile and the name from the method, so that config.json says what was really used."""
@@ -1740,8 +1781,8 @@ def resolve(cfg: Config) -> Config:
     profile, base = cfg.profile, cfg.model
     if (Path(base) / "adapter_config.json").exists():
         base = adapter_config(Path(base))["base_model_name_or_path"]
-    start = Path(cfg.sft_from) / "checkpoints" / "update-000000" / "policy" if cfg.sft_from else Path(cfg.model)
-    if cfg.tune is None and (cfg.adapter or (start / "adapter_config.json").exists()):
+    begin = Path(cfg.sft_from) / START / "policy" if cfg.sft_from else Path(cfg.model)
+    if cfg.tune is None and (cfg.adapter or (begin / "adapter_config.json").exists()):
         cfg = dataclasses.replace(cfg, tune="lora")
     if profile == "auto":
         small = base == "tiny"
@@ -1773,6 +1814,11 @@ def find_games(cfg: Config) -> tuple[dict[str, list[envs.Game]], str]:
     return games, notice
 
 
+def pool_of(cfg: Config) -> envs.EnvPool:
+    """The workers that play a run's games."""
+    return envs.EnvPool(workers=cfg.workers, step_timeout=cfg.step_timeout, max_steps=cfg.max_steps, invalid_penalty=cfg.invalid_penalty)
+
+
 def evaluate_splits(policy: Policy, pool: envs.EnvPool, games: dict, run: Run, key: str, teacher: bool = False) -> None:
     """Evaluate every split of --eval_splits and log it; with `teacher` also with the right workflow in context (a diagnostic)."""
     for split in run.cfg.eval_splits:
@@ -1782,11 +1828,17 @@ def evaluate_splits(policy: Policy, pool: envs.EnvPool, games: dict, run: Run, k
 
 
 def first_weights(cfg: Config) -> str:
-    """Where a fresh run's weights come from: the model, or the Stage-1 result of another run."""
-    source = Path(cfg.sft_from) / "checkpoints" / "update-000000" / "policy"
-    if cfg.sft_from and not source.exists():
+    """Where a fresh run's weights come from: the model, or the Stage-1 result of another run, which must be one of the same model and format."""
+    if not cfg.sft_from:
+        return cfg.model
+    source, saved, now = Path(cfg.sft_from) / START / "policy", run_config(Path(cfg.sft_from)), dataclasses.asdict(cfg)
+    if not (source.exists() and saved):
         raise ValueError(f"--sft_from {cfg.sft_from}: no Stage-1 result there (looked for {source}).")
-    return str(source) if cfg.sft_from else cfg.model
+    differs = [f"--{k} was {saved[k]!r} there and is {now[k]!r} here" for k in ("model", "tune", "no_4bit", "think", "show_admissible")
+               if saved.get(k, now[k]) != now[k]]
+    if differs:
+        raise ValueError(f"--sft_from {cfg.sft_from}: arms that share a start must share these: {'; '.join(differs)}.")
+    return str(source)
 
 
 def start(policy: Policy, pool: envs.EnvPool, games: dict, run: Run) -> None:
@@ -1796,7 +1848,7 @@ def start(policy: Policy, pool: envs.EnvPool, games: dict, run: Run) -> None:
         evaluate_splits(policy, pool, games, run, "base", teacher=True)
     if not (cfg.sft_from or cfg.no_sft):
         stage1(policy, pool, games["train"], cfg, run)
-    if cfg.sft_from or not cfg.no_sft:
+    if not cfg.no_sft:
         evaluate_splits(policy, pool, games, run, "sft", teacher=True)
     run.save(policy, None)
 
@@ -1808,13 +1860,9 @@ def to_resume(run: Run) -> bool:
     """
     if not run.cfg.resume:
         return False
-    if not (run.dir / "config.json").exists():
+    saved, now, free = run_config(run.dir), dataclasses.asdict(run.cfg), ("resume", "overwrite", "updates", "debug", "out", "name")
+    if not saved:
         raise ValueError(f"--resume: there is no run in {run.dir}.")
-    now, free = dataclasses.asdict(run.cfg), ("resume", "overwrite", "updates", "debug", "out", "name")
-    try:
-        saved = json.loads((run.dir / "config.json").read_text())
-    except ValueError as error:
-        raise ValueError(f"--resume: {run.dir / 'config.json'} is damaged ({error}). Start the run again in another folder.") from error
     changed = [f"{k} was {v!r}, now {now[k]!r}" for k, v in saved.items() if k in now and now[k] != v and k not in free]
     if changed:
         raise ValueError(f"--resume needs the options the run was started with: {'; '.join(changed)}.")
@@ -1824,8 +1872,8 @@ def to_resume(run: Run) -> bool:
 def resume(run: Run) -> tuple[Policy, Path]:
     """The policy of the newest good checkpoint (its reference policy is update-000000); logs are cut back to that moment."""
     path, state = run.newest()
-    if path.name != "update-000000" and not good_checkpoint(path.with_name("update-000000")):
-        raise ValueError(f"--resume: {path.with_name('update-000000')}, the reference policy, is damaged. Start the run again with --overwrite.")
+    if path != run.dir / START and not good_checkpoint(run.dir / START):
+        raise ValueError(f"--resume: {run.dir / START}, the reference policy, is damaged. Start the run again with --overwrite.")
     run.rewind(state)
     run.prune()  # what a kill in the middle of it has left
     run.say(f"resuming {run.dir} after update {run.update}")
@@ -1873,13 +1921,13 @@ def train(cfg: Config, notice: str = "") -> None:
         raise ValueError("there is no training game (train split empty).")
     envs.check_engine(games)
     with (run.opened(fresh=not going_on),
-          envs.EnvPool(workers=cfg.workers, step_timeout=cfg.step_timeout, max_steps=cfg.max_steps, invalid_penalty=cfg.invalid_penalty) as pool):
+          pool_of(cfg) as pool):
         if going_on:
             policy, path = resume(run)
         else:
             start(policy, pool, games, run)
-            path = run.dir / "checkpoints" / "update-000000"
-        begin = run.dir / "checkpoints" / "update-000000" / "policy"
+            path = run.dir / START
+        begin = run.dir / START / "policy"
         if is_lora(policy):
             freeze_reference(policy, begin)
         else:
@@ -1910,9 +1958,11 @@ def evaluate_only(cfg: Config, notice: str = "") -> None:
     games, games_notice = find_games(cfg)
     print(*filter(None, (notice, games_notice)), sep="\n", flush=True)
     policy = load_policy(cfg, cfg.model, trainable=False)
+    if is_lora(policy) and not cfg.no_4bit:
+        print("weights: the base in 4-bit NF4, as QLoRA trains it (--no_4bit takes it in 16 bit; for a fully fine-tuned folder, --tune full)", flush=True)
     folder = Path(cfg.out) / cfg.name
     with (Run(cfg).opened(fresh=False),  # not into the folder of a run that is going on
-          envs.EnvPool(workers=cfg.workers, step_timeout=cfg.step_timeout, max_steps=cfg.max_steps, invalid_penalty=cfg.invalid_penalty) as pool):
+          pool_of(cfg) as pool):
         for split in cfg.eval_splits:
             if not games[split]:
                 raise ValueError(f"split {split} has no games.")
@@ -1920,7 +1970,7 @@ def evaluate_only(cfg: Config, notice: str = "") -> None:
             result = evaluate(policy, pool, games[split], cfg, "eval")
             print(progress_line(result), flush=True)
             for task_type, v in result["by_type"].items():
-                print(f"    {task_type:32s} {v['wins']:4d}/{v['n']:<4d} {v['success']:6.1%} [{v['interval'][0]:.1%}, {v['interval'][1]:.1%}]")
+                print(f"    {task_type:32s} {v['wins']:4d}/{v['n']:<4d} {rate(v)}")
             write_json(folder / f"eval-{split}.json", result | dict(model=cfg.model, config=dataclasses.asdict(cfg), git_commit=git_commit()))
             print(f"written: {folder / f'eval-{split}.json'}")
 

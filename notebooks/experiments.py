@@ -129,16 +129,26 @@ def short(value):
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
+def lost(lines: list[dict]) -> dict[str, int]:
+    """What the environment, not the policy, brought to its end, by counter: such episodes count as not won."""
+    total = Counter()
+    for line in lines:
+        total.update({k: n for k, n in line.get("counters", {}).items() if n and k.startswith(("env ", "game "))})
+    return dict(total)
+
+
 def evaluation(line: dict) -> dict:
     """An evaluation, small, but enough for any interval: who won which game, in the order of the sorted game ids."""
     ids = sorted(line["games"])
     return dict(wins=line["wins"], n=line["n"], by_type={t: [v["wins"], v["n"]] for t, v in line["by_type"].items()},
                 won="".join("01"[line["games"][i]] for i in ids), ids=digest("\n".join(ids).encode()),
-                invalid=short(line["invalid_action_rate"]))
+                invalid=short(line["invalid_action_rate"]), lost=lost([line]))
 
 
 def on_task(line: dict) -> bool:
     """Whether a skill names the object and the place of its episode's task: is it at least about the right things?"""
+    if not line["task"]:  # died before its task was known
+        return False
     info = skills.parse_task(line["task"])
     return {info.object, info.target} <= set(re.findall(r"\w+", line["skill"]))
 
@@ -172,7 +182,8 @@ def collect(run: Path, about: dict) -> list[dict]:
             at=at, update=update,
             eval={m["split"]: evaluation(m) for m in evals if not m["skill_in_context"]},
             eval_with_skill={m["split"]: evaluation(m) for m in evals if m["skill_in_context"]},
-            training={k: [short(m[k]) for m in since] for k in TRAINING if since and k in since[0]},
+            training={k: [short(m.get(k)) for m in since] for k in TRAINING if any(k in m for m in since)},
+            lost=lost(since),
             skills=quoted(written) if written else None))
         before = update
     return records
@@ -326,6 +337,10 @@ def main(argv: list[str] | None = None) -> int:
     variant = dict(trial=QUICK, tuning=TUNING, reported=dict(seeds=SEEDS, settings={}))[purpose]
     seeds = args.seeds or variant["seeds"][:None if args.experiment == "curves" else FEW]
     settings = COMMON | variant["settings"]
+    if mixed := set(seeds) & set(SEEDS if purpose == "tuning" else TUNING["seeds"]):
+        print(f"experiments: seed {min(mixed)} belongs to the {'reported' if purpose == 'tuning' else 'tuning'} runs; what is chosen "
+              "on a seed is not reported on it.", file=sys.stderr)
+        return 2
     path = HERE / "data" / (args.experiment + ("" if purpose == "reported" else f".{purpose}") + ".jsonl")
     runs, began = Path("notebooks/runs"), time.perf_counter()
     if args.list:

@@ -148,6 +148,7 @@ def check(folder: Path, dims: dict, **settings) -> list[dict]:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")
 def test_full_size(tmp_path):
+    torch.use_deterministic_algorithms(True, warn_only=True)  # as main() does: other kernels, other times
     print(torch.cuda.get_device_name(0), f"{sm.card_memory(sm.Config()):.1f} GB, torch {torch.__version__}")
     lines = check(tmp_path, sm.QWEN_CONFIG, tasks_per_update=2, group_size=4, rollout_batch=8, micro_tokens=8192, max_response=48, max_analysis=128,
                   max_context=7000)

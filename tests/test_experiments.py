@@ -114,6 +114,13 @@ def test_defaults_are_the_profiles():
     assert lambdas[0] < profile.lambda_opd < lambdas[-1] and profile.lambda_opd not in lambdas
 
 
+@pytest.mark.parametrize("words", [["curves", "--tuning", "--seeds", "7", "3"], ["curves", "--seeds", "101"], ["curves", "--quick", "--seeds", "100"]])
+def test_a_seed_is_for_choosing_or_for_reporting(words, capsys):
+    assert experiments.main(words + ["--list"]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and "not reported on it" in said.err and said.err.count("\n") == 1
+
+
 def test_tuning_and_reporting_share_neither_seeds_nor_houses():
     assert not set(experiments.SEEDS) & set(experiments.TUNING["seeds"])
     assert experiments.TUNING["settings"]["games_seed"] != experiments.COMMON["games_seed"]
@@ -141,6 +148,24 @@ def test_records_hold_what_an_interval_needs(world):
     assert (row["skills"]["n"], row["skills"]["distinct"], row["skills"]["on_task"]) == (4, 4, 1)
     grpo = next(r for r in records if r["arm"] == "grpo" and r["update"] == 2)
     assert grpo["skills"] is None and "parse_rate" not in grpo["training"] and grpo["config"]["method"] == "grpo"
+
+
+def test_records_survive_what_a_run_survives_and_keep_what_the_environment_lost(world):
+    """An update without an optimizer step has no KL; an episode that died at its reset has no task; both are rare, and neither is an error."""
+    cfg = seed_mini.Config(name="odd", out="runs", method="seed", updates=2, eval_every=2, eval_splits=["valid_unseen"])
+    write_run(world.root, cfg)
+    run = world.root / "runs" / "odd"
+    metrics, texts = (seed_mini.read_jsonl(run / f"{name}.jsonl") for name in ("metrics", "skills"))
+    rl = [m for m in metrics if m["stage"] == "rl"]
+    del rl[1]["kl"]
+    rl[0]["counters"] = {"env died": 2, "ended: env died": 2, "invalid actions": 9}
+    metrics[1]["counters"] = {"env timeout": 1, "game unplayable": 0}
+    texts[-1]["task"] = ""
+    for name, lines in (("metrics", metrics), ("skills", texts)):
+        (run / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    record = experiments.collect(run, {})[-1]
+    assert record["training"]["kl"] == [0.1, None] and record["lost"] == {"env died": 2}
+    assert record["eval"]["valid_unseen"]["lost"] == {"env timeout": 1} and record["skills"]["on_task"] == 1
 
 
 def test_arms_without_stage_1_begin_at_the_base(world):

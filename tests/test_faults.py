@@ -411,6 +411,18 @@ def test_sick_environments_cost_their_episode_and_are_counted(games, tmp_path, m
     run.log(line)
     ends = Counter(row["end"] for row in sm.read_jsonl(run.dir / "rollouts.jsonl") if row["update"] == 2)
     assert ends == {"game unplayable": 6, "step limit": 1}  # all that never began, and one of the game that was played
+    reasons = {row["reason"] for row in sm.read_jsonl(run.dir / "rollouts.jsonl") if row["update"] == 2 and row["end"] == "game unplayable"}
+    assert len(reasons) == 3 and all(any(game.path in text for game in train[:3]) for text in reasons)
+
+
+def test_a_batch_of_nothing_but_a_broken_game_is_survived_all_games_broken_are_no_run(games, base, tmp_path):
+    """The batch in which episodes are generated may hold a single group, so "all of a batch" must not stop a night's run."""
+    bad, cfg = dataclasses.replace(games["train"][0], path=str(tmp_path / "gone.tw-pddl")), t.config(rollout_batch=2, max_steps=2)
+    with envs.EnvPool(workers=1, max_steps=2) as pool:
+        rolls, counters = sm.rollout(base, pool, [bad, bad, *games["train"][1:3]], cfg, t.rngs(4), 1.0)
+        assert [r.episode.end for r in rolls] == ["game unplayable"] * 2 + ["step limit"] * 2 and counters["game unplayable"] == 2
+        with pytest.raises(RuntimeError, match="none of 1 games can be played.*gone.tw-pddl"):
+            sm.rollout(base, pool, [bad] * 4, cfg, t.rngs(4), 1.0)
 
 
 def test_an_update_without_any_episode_is_survived(tmp_path):
@@ -690,6 +702,25 @@ def test_a_model_without_a_chat_template_is_one_sentence(tmp_path, capsys):
     assert sm.main(["--model", str(tmp_path / "model"), "--out", str(tmp_path / "runs"), "--threads", "1"]) == 2
     err = capsys.readouterr().err
     assert "chat template" in err and err.count("\n") == 1
+
+
+def test_a_model_whose_cache_forgets_is_refused(tmp_path):
+    """A sliding window: the cache drops what scoring sees, so sampling and scoring would not be one policy."""
+    shutil.copytree(sm.TINY, tmp_path / "model")
+    layers = json.loads((tmp_path / "model" / "config.json").read_text())["num_hidden_layers"]
+    edited("config.json", use_sliding_window=True, sliding_window=16, max_window_layers=1,
+           layer_types=["full_attention"] + ["sliding_attention"] * (layers - 1))(tmp_path / "model")
+    with pytest.raises(ValueError, match="without full attention"):
+        sm.load_policy(t.config(), str(tmp_path / "model"))
+
+
+@pytest.mark.parametrize("config", ["{}", '{"base_model_name_or_path": null}', "[]", "{"])
+def test_an_adapter_that_names_no_base_is_one_sentence(tmp_path, capsys, config):
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text(config)
+    assert sm.main(["--model", str(tmp_path / "adapter"), "--out", str(tmp_path / "runs")]) == 2
+    err = capsys.readouterr().err
+    assert "names no base" in err and err.count("\n") == 1 and not (tmp_path / "runs").exists()
 
 
 def test_an_adapter_for_another_base_is_one_sentence(tmp_path, capsys):

@@ -35,9 +35,14 @@ def test_there_are_notebooks():
     assert NOTEBOOKS, "no notebooks/[0-9]*.py: the tests below would pass on nothing"
 
 
-@pytest.mark.parametrize("source", NOTEBOOKS, ids=names)
+@pytest.mark.parametrize("source", NOTEBOOKS + [REPO / "notebooks" / "assignment.py"], ids=names)
 def test_notebook_holds_exactly_its_source(source):
     assert not build.differs(source), f"run python notebooks/build.py --execute {source.name[:2]}"
+
+
+def test_the_shipped_base_is_the_one_its_notebook_made():
+    text = (REPO / "notebooks" / "00_tiny_base.py").read_text(encoding="utf-8")
+    assert f"`{seed_mini.sha256(seed_mini.TINY / 'model.safetensors')}`" in text, "say which base the notebook's outputs are of"
 
 
 def test_no_notebook_without_a_source():

@@ -430,6 +430,13 @@ def test_the_loss_scale_is_saved_with_the_adapter(trained, tmp_path, monkeypatch
     assert again.loss_scale == 32 and again.clean_steps == 150  # a resumed run doubles it at the same step
 
 
+def test_an_adapter_is_not_fully_fine_tuned_in_secret(trained, tmp_path):
+    cfg, policy, _, _, _ = trained
+    sm.save_policy(policy, tmp_path / "policy")
+    with pytest.raises(ValueError, match="LoRA adapter.*--tune full"):
+        sm.load_policy(dataclasses.replace(cfg, tune="full"), str(tmp_path / "policy"))
+
+
 # ------------------------------------------------------------------------------------------------------------------
 # 5. Which model, and how much memory
 # ------------------------------------------------------------------------------------------------------------------

@@ -802,6 +802,20 @@ def test_wilson_intervals(wins, n, low, high):
     assert sm.wilson(wins, n) == pytest.approx((low, high), abs=1e-5)
 
 
+def test_a_rate_never_lies_outside_its_interval_and_can_be_drawn(tmp_path):
+    """matplotlib refuses an error bar of -1e-14: a run that won (or lost) every evaluation game would end without its report."""
+    for n in range(1, 300):
+        for wins in (0, n):
+            low, high = sm.wilson(wins, n)
+            assert low <= wins / n <= high
+    run = sm.Run(config(out=str(tmp_path)))
+    run.dir.mkdir(parents=True)
+    run.metrics = [dict(stage="eval", at=at, split="valid_unseen", skill_in_context=False, n=126, success=wins / 126, interval=sm.wilson(wins, 126))
+                   for at, wins in (("sft", 0), ("8", 126))]
+    sm.draw_curves(run)
+    assert (run.dir / "curves.png").stat().st_size > 1000
+
+
 def test_every_game_is_played_once_and_named(base, games, pool, monkeypatch):
     asked, mixed = [], [*games["valid_seen"][:4], *games["train"][::-1]]
     winners = {g.id for g in mixed if g.task_type == envs.TASK_TYPES[0]} | {mixed[3].id}
@@ -993,6 +1007,10 @@ def test_a_folder_in_use_is_never_overwritten_unasked(finished, tmp_path):
     (tmp_path / "thesis" / "chapter.md").write_text("years of work")
     code, _, err = launch("--out", tmp_path, "--name", "thesis", "--overwrite")
     assert code == 2 and (tmp_path / "thesis" / "chapter.md").read_text() == "years of work"
+    shutil.copytree(sm.TINY, tmp_path / "model")  # it has a config.json, as a run has
+    for flag, word in (("--resume", "no run"), ("--overwrite", "no run of seed_mini")):
+        code, _, err = launch("--out", tmp_path, "--name", "model", flag)
+        assert code == 2 and word in err and err.count("\n") == 1 and contents(tmp_path / "model") == contents(sm.TINY)
 
 
 def test_a_run_may_replace_the_run_it_starts_from(finished, tmp_path):
@@ -1001,6 +1019,13 @@ def test_a_run_may_replace_the_run_it_starts_from(finished, tmp_path):
     code, _, err = launch("--out", tmp_path, "--name", "whole", "--overwrite", "--sft_from", tmp_path / "whole", "--updates", 1)
     assert (code, err) == (0, "")
     assert sm.sha256(tmp_path / "whole" / "checkpoints" / "update-000000" / "policy" / "model.safetensors") == start
+
+
+@pytest.mark.parametrize("flags, words", [(("--model", sm.TINY), "--model was 'tiny' there"), (("--show_admissible", "true"), "--show_admissible was False there"),
+                                          (("--tune", "lora", "--no_4bit"), "--tune was 'full' there and is 'lora' here; --no_4bit")])
+def test_arms_that_do_not_share_their_model_cannot_share_its_start(finished, tmp_path, flags, words):
+    code, _, err = launch("--out", tmp_path, "--name", "arm", "--sft_from", finished[0], *flags)
+    assert code == 2 and words in err and err.count("\n") == 1 and not (tmp_path / "arm").exists()
 
 
 SCRIPT = """
@@ -1143,7 +1168,7 @@ BAD = ["--env webshop", "--method ppo", "--games mine", "--analyzer gpt", "--pro
        "--max_steps 0", "--max_context 0", "--updates -1", "--group_size 1", "--clip_range 1.5", "--clip_range nan", "--dual_clip 0.5", "--lr 0", "--lr nan",
        "--lr inf", "--sft_lr=-1e-3", "--kl_coef -0.1", "--kl_coef nan", "--lambda_opd inf", "--invalid_penalty inf", "--temperature 0", "--eval_temperature -1",
        "--step_timeout 0", "--eval_splits test", "--seed -1", "--name a/b", "--max_response 900", "--max_context 10", "--no_sft --sft_from x",
-       "--resume --overwrite",
+       "--resume --overwrite", "--eval --sft_from x", "--eval --resume",
        "--method grpo --no_opd", "--static_skills --shuffle_skills", "--static_skills --no_sft", "--sft_from nowhere", "--model nowhere/at/all", "--resume"]
 
 
