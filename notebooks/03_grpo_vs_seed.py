@@ -109,7 +109,7 @@ for split in SPLITS:
 #   which runs on the same games are not quite, so it is a guide for the eye.
 #
 # With few seeds neither of the first two is enough: the t-interval knows nothing of other houses, and a bootstrap of
-# five seeds is too narrow, about $\sqrt{4/5} \cdot 1.96/2.78 \approx 0.63$ of the t-interval's width where only seeds
+# eight seeds is too narrow, about $\sqrt{7/8} \cdot 1.96/2.36 \approx 0.78$ of the t-interval's width where only seeds
 # matter. We print both and call a difference clear only if *both* leave out 0.
 
 # %%

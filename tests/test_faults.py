@@ -394,7 +394,7 @@ def test_sick_environments_cost_their_episode_and_are_counted(games, tmp_path, m
     run.dir.mkdir()
     # parse_action is asked twice a step: for what goes to the pool, and for the record
     said = iter(["look"] * 16 + ["raise", "die", "hang"])
-    with pytest.MonkeyPatch.context() as patch, envs.EnvPool(workers=1, step_timeout=1.5, max_steps=4) as pool:
+    with pytest.MonkeyPatch.context() as patch, envs.EnvPool(workers=1, step_timeout=4, max_steps=4) as pool:
         patch.setattr(sm, "complete", t.answer)
         patch.setattr(envs, "parse_action", lambda text: next(said, "look"))
         optimizer = sm.make_optimizer(policy, 1e-4, 0.0)
