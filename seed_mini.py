@@ -1866,6 +1866,8 @@ def to_resume(run: Run) -> bool:
     changed = [f"{k} was {v!r}, now {now[k]!r}" for k, v in saved.items() if k in now and now[k] != v and k not in free]
     if changed:
         raise ValueError(f"--resume needs the options the run was started with: {'; '.join(changed)}.")
+    if saved.get("git_commit", "") != git_commit():  # config.json keeps the first: records made of this run would name only that one
+        run.say(f"warning: this run was started with commit {saved.get('git_commit') or 'unknown'}, and goes on with {git_commit() or 'unknown'}")
     return any((run.dir / "checkpoints").glob("update-*"))
 
 
