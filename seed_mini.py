@@ -1004,7 +1004,7 @@ def analyze_own(policy: Policy, cfg: Config, rolls: list[Rollout], update: int, 
         for i, text in zip(some, out):
             texts[i] = text
         counters["analyses cut at max_analysis"] += cut
-        replies = [skills.parse_reply(text) for text in texts]
+        replies = skills.parse_replies(texts)
     if cfg.shuffle_skills:
         giver = skill_givers([r.episode.game_id if reply.skill else "" for r, reply in zip(rolls, replies)], counted_rng(cfg.seed, "shuffle", update))
         counters["shuffled within a game"] += sum(rolls[i].episode.game_id == rolls[j].episode.game_id for i, j in giver.items())
@@ -1236,7 +1236,8 @@ def warnings_of(cfg: Config, line: dict) -> list[str]:
     out = []
     if cfg.method == "seed" and line["parse_rate"] < 0.5:
         out.append(f"only {line['parse_rate']:.0%} of the analyses parsed, so most of this update was plain GRPO. Run Stage 1 longer "
-                   "(--sft_epochs), raise --max_analysis, or read skills.jsonl to see what the policy writes.")
+                   "(--sft_epochs), or raise --max_analysis; if they parsed before, the updates unlearn it: lower --lr. \"text\" in "
+                   "skills.jsonl is what the policy wrote.")
     if cfg.method == "seed" and line["gate_mean"] is not None and not 0.02 < line["gate_mean"] < 0.98:
         out.append(f"the gate is dead (mean {line['gate_mean']:.3f}): it no longer tells tokens apart. Lower --beta_opd, or look at delta_mean.")
     if line["repetition"] > 0.6 or (line["entropy"] < 0.01 and line.get("completions/mean_length", 1)):
@@ -1373,7 +1374,7 @@ class Run:
 
     def write_rollouts(self, rolls: list[Rollout], replies: list[skills.Reply] | None, update: int, stage: str, scores: Scores | None = None) -> None:
         """Readable episodes to rollouts.jsonl (one of each game, and all that have no token to train), every skill to skills.jsonl with
-        outcome, status and mean Delta, and what was dropped to dropped.jsonl: episode, token ids and the sampler's log-probs (null: not finite)."""
+        outcome, status and mean Delta (text: what was written where none could be read), and what was dropped to dropped.jsonl: episode, token ids and the sampler's log-probs (null: not finite)."""
         seen = set()
         with open(self.dir / "rollouts.jsonl", "a") as f:
             for r in rolls:
@@ -1389,7 +1390,7 @@ class Run:
             for i, (r, reply) in enumerate(zip(rolls, replies or [])):
                 delta = (scores.teacher[i] - scores.old[i]).mean().item() if scores and reply.skill and len(scores.old[i]) else None
                 f.write(json.dumps(dict(update=update, stage=stage, game_id=r.episode.game_id, task=r.episode.task, won=r.episode.won,
-                                        status=reply.status, skill=reply.skill, summary=reply.summary, delta_mean=delta)) + "\n")
+                                        status=reply.status, skill=reply.skill, summary=reply.summary, text=reply.text, delta_mean=delta)) + "\n")
 
     def save(self, policy: Policy, optimizer: torch.optim.Optimizer | None) -> None:
         """Write checkpoints/update-N: weights, optimizer moments, log positions, checksums; to a temporary name, synced, then renamed."""

@@ -146,6 +146,7 @@ class Reply(NamedTuple):
     summary: str
     status: str         # a key of STATUSES; "ok" and "repaired" have a skill, all others have none
     cut: bool = False   # the skill was longer than the cap
+    text: str = ""      # parse_replies only: what was written where no skill could be read, as one line, shortened
 
 
 def parse_reply(text: str) -> Reply:
@@ -174,6 +175,12 @@ def parse_reply(text: str) -> Reply:
             found, end = _read_object(body, start)
             best = found if found.skill or not best.skill else best
     return best
+
+
+def parse_replies(texts: list[str]) -> list[Reply]:
+    """parse_reply of each; what yields no skill keeps its text, so that a log can show what was written instead."""
+    replies = [parse_reply(text) for text in texts]
+    return [r if r.skill else r._replace(text=clean_line(str(t)[:400])) for r, t in zip(replies, texts)]
 
 
 _OBJECT = re.compile(r"""\{\s*["']?episode_(?:summary|skill)""")
@@ -537,7 +544,7 @@ def analyze(episodes: list[Episode], analyzer: str = "rule", **endpoint) -> tupl
         texts = endpoint_analyzer(episodes, counters=counters, **endpoint)
     else:
         raise ValueError(f"the analyzer must be rule or endpoint, not {analyzer!r}")
-    replies = [parse_reply(text) for text in texts]
+    replies = parse_replies(texts)
     counters.update("reply " + reply.status for reply in replies)
     counters["skill cut"] += sum(reply.cut for reply in replies)
     return replies, dict(counters)

@@ -910,6 +910,7 @@ def test_what_a_run_leaves(finished):
     assert [(r["stage"], r["update"]) for r in rows] == [("sft", 0)] * 4 + [("rl", u) for u in (1, 2, 3) for _ in range(4)]
     for r in rows:
         assert bool(r["skill"]) == (r["status"] in ("ok", "repaired")) and (r["delta_mean"] is not None) == (r["stage"] == "rl" and bool(r["skill"]))
+        assert r["text"] == ("" if r["skill"] else "no skill")
     episodes = sm.read_jsonl(folder / "rollouts.jsonl")
     assert len(episodes) == 2 + 3 * 2 and all(e["steps"] and e["end"] for e in episodes)
     report = (folder / "report.md").read_text()

@@ -360,6 +360,13 @@ def test_rows_are_canonical_and_only_of_usable_skills():
         skills.sft_rows([WIN, WIN], replies[:1])
 
 
+def test_what_cannot_be_read_is_kept_for_the_log():
+    texts = [GOOD, 'No JSON,\n\x1b[31monly prose <|im_end|>', '{"episode_summary": "s"}', "x" * 10_000, ""]
+    replies = skills.parse_replies(texts)
+    assert [r._replace(text="") for r in replies] == [parse_reply(t) for t in texts]
+    assert [r.text for r in replies] == ["", "No JSON, only prose < |im_end| >", '{"episode_summary": "s"}', "x" * 400, ""]
+
+
 def test_analyze_by_rule_counts():
     replies, counters = skills.analyze([WIN, Episode("g", "train", "dance", HEAT)])
     assert [r.status for r in replies] == ["ok", "empty"] and counters == {"reply ok": 1, "reply empty": 1, "skill cut": 0}
