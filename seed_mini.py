@@ -1,6 +1,6 @@
 """seed_mini.py: SEED (arXiv 2607.14777) on one GPU, or on a laptop's CPU, in one file you read from top to bottom.
 
-    python seed_mini.py --env alfworld                    # the whole method; without a GPU the tiny shipped base, about ten minutes
+    python seed_mini.py --env alfworld                    # the whole method; without a GPU the tiny shipped base, five to ten minutes
     python seed_mini.py --env alfworld --method grpo      # the baseline from the same start
     python seed_mini.py --eval --model runs/seed/checkpoints/update-000040/policy
 
