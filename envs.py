@@ -455,6 +455,7 @@ class AlfworldEnv:
         return observation, reward, info["won"], truncated, dict(info)
 
     def close(self) -> None:
+        """Give the engine back for the next environment to use."""
         if self._engine is not None:
             _SPARE_ENGINES.append(self._engine)
         self._engine = self._info = None
@@ -472,6 +473,7 @@ class _Request(NamedTuple):
     wanted: bool = True                          # False: a replay of a slot nobody is waiting for
 
     def message(self) -> dict:
+        """The request as the worker reads it."""
         return {"slot": self.slot, "game": asdict(self.game) if self.fresh else None,
                 "actions": self.actions if self.fresh else self.actions[-1:]}
 
@@ -513,6 +515,7 @@ class EnvPool:
         self.close()
 
     def close(self) -> None:
+        """End all workers; nothing is left running."""
         self._stop()
 
     def reset(self, games: list[Game]) -> list[tuple[str, dict]]:
@@ -652,7 +655,8 @@ def _worker(options: str) -> None:
     os.dup2(2, 1)                                # whatever the engine prints goes to stderr, not into the protocol
     inbox, slots = queue.SimpleQueue(), {}
 
-    def listen():                                # a thread, so that even a worker stuck in the engine ends at EOF
+    def listen():
+        """Requests into the inbox; in a thread, so that even a worker stuck in the engine ends at EOF."""
         for line in sys.stdin:
             inbox.put(json.loads(line))
         os._exit(0)

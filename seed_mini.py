@@ -692,6 +692,7 @@ def rollout(policy: Policy, pool: envs.EnvPool, games: list[envs.Game], cfg: Con
         luck = [r.bit_generator.state for r in rngs[len(rolls):len(rolls) + cfg.rollout_batch]]
 
         def play():
+            """The next batch of episodes."""
             at = slice(len(rolls), len(rolls) + cfg.rollout_batch)
             for r, state in zip(rngs[at], luck):  # a second try has the same luck
                 r.bit_generator.state = state
@@ -804,7 +805,8 @@ def response_hidden(policy: Policy, sequences: list[Sequence]) -> tuple[torch.Te
 def token_logp(policy: Policy, sequences: list[Sequence], temperature: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """One forward pass: log-probs [B, R], mask [B, R] and entropy [B, R], R = most response tokens of a sequence.
 
-    Entropy is a metric: zeros while gradients are on, since no training pass needs it. The temperature is the one the tokens were sampled at: otherwise the ratio to the sampler is not 1 before the first step.
+    Entropy is a metric: zeros while gradients are on, since no training pass needs it.
+    The temperature is the one the tokens were sampled at: otherwise the ratio to the sampler is not 1 before the first step.
     """
     hidden, labels, row, rank = response_hidden(policy, sequences)
     scoring = not torch.is_grad_enabled()
@@ -921,6 +923,7 @@ def sft(policy: Policy, cfg: Config, sequences: list[Sequence], acting: list[Seq
         anchor = torch.zeros(())
 
         def backward():
+            """Gradients of the batch's mean loss, which is returned."""
             optimizer.zero_grad(set_to_none=True)
             total = 0.0
             for rows in micro_batches(batch, cfg.micro_tokens):
@@ -1119,6 +1122,7 @@ def update_policy(policy: Policy, cfg: Config, optimizer: torch.optim.Optimizer,
     def attempt(part, apart=False):
         """Gradients of these rollouts alone, in place of any before; (statistics, whether all of it is finite)."""
         def work():
+            """What retry_smaller may have to do again."""
             optimizer.zero_grad(set_to_none=True)
             return gradients(policy, cfg, params, rolls, scores, advantages, has_skill, part, apart)
         stats = retry_smaller(cfg, "micro_tokens", totals, work)
@@ -1374,7 +1378,8 @@ class Run:
 
     def write_rollouts(self, rolls: list[Rollout], replies: list[skills.Reply] | None, update: int, stage: str, scores: Scores | None = None) -> None:
         """Readable episodes to rollouts.jsonl (one of each game, and all that have no token to train), every skill to skills.jsonl with
-        outcome, status and mean Delta (text: what was written where none could be read), and what was dropped to dropped.jsonl: episode, token ids and the sampler's log-probs (null: not finite)."""
+        outcome, status and mean Delta (text: what was written where none could be read), and what was dropped to dropped.jsonl: episode,
+        token ids and the sampler's log-probs (null: not finite)."""
         seen = set()
         with open(self.dir / "rollouts.jsonl", "a") as f:
             for r in rolls:
@@ -1996,7 +2001,8 @@ def main(argv: list[str] | None = None) -> int:
     transformers.utils.logging.disable_progress_bar()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # a hub that cannot be reached: our one sentence, not its retries
 
-    def terminate(*_):  # as Ctrl-C: unwinds the stack, so that workers end and the folder is released
+    def terminate(*_):
+        """SIGTERM as Ctrl-C: unwinds the stack, so that workers end and the folder is released."""
         raise KeyboardInterrupt("SIGTERM")
 
     before = signal.signal(signal.SIGTERM, terminate)

@@ -58,9 +58,7 @@ source = build.cells_of((HERE / "03_grpo_vs_seed.py").read_text(encoding="utf-8"
 exec(next(cell["source"] for cell in source if "def bootstrap(" in cell["source"]))
 
 # %%
-# The sensitivity runs are the last to be made; the rest can be read before.
-most = (HERE / "data" / "ablations.jsonl").exists() and not (HERE / "data" / "sensitivity.jsonl").exists()
-records = experiments.read("curves", "ablations", *([] if most else ["sensitivity"]))
+records = experiments.read("curves", "ablations", "sensitivity")
 assert len({(r["settings_hash"], r["base"], r["purpose"]) for r in records}) == 1, "only the like is compared"
 purpose = records[0]["purpose"]
 TRIAL = "" if purpose == "reported" else f"{purpose.upper()} RECORDS, they say nothing: "
@@ -201,8 +199,6 @@ print(f"\nno OPD and GRPO agree in every game of every evaluation on {len(SEEDS)
 # %%
 VARIED = experiments.arms_of("sensitivity")
 FEW = sorted(set.intersection(*({s for a, s in runs if a == arm} for arm in ("seed", "grpo", *VARIED))))
-if not FEW:
-    print("The runs of this section have not been made yet: python notebooks/experiments.py sensitivity")
 VALUES = {"lambda_opd": {0.0: "grpo", shared["lambda_opd"]: "seed"}, "beta_opd": {shared["beta_opd"]: "seed"}}
 for arm, change in VARIED.items():
     for option, value in change.items():
@@ -242,8 +238,11 @@ def draw_sensitivity() -> None:
         print(f"{TRIAL}{option}: the highest mean at the last update is at {best:g}{rest}")
 
 
-if FEW:
-    draw_sensitivity()
+draw_sensitivity()
+print(f"\n{TRIAL}minus SEED at update {AT[-1]}, unseen houses: t over seeds, seeds and games")
+for arm in VARIED:
+    c = compare(end(arm, seeds=FEW), end("seed", seeds=FEW))
+    print(f"  {arm:15s} {c['diff']:+6.1f}   {both(c)}")
 
 # %% [markdown]
 # ## 3. The skills, as they were written
@@ -261,6 +260,16 @@ for k, update in enumerate(AT):
     usable = [max(1, r["status"].get("ok", 0)) for r in rows]
     right, different = (np.mean([r[key] / n for r, n in zip(rows, usable)]) for key in ("on_task", "distinct"))
     print(f"{update:6d} {parsed:7.0%} {right:9.0%} {different:11.0%} {np.mean([r['words'] for r in rows]):7.1f}")
+
+# Over all seeds of the curves: do the skills last, and did Stage 1 cost any acting?
+ALL = sorted(s for a, s in runs if a == "seed")
+parsing = np.array([[v for r in lines("seed", s) for v in r["training"].get("parse_rate", [])] for s in ALL])
+print(f"\n{TRIAL}{len(ALL)} seeds: of the policy's own analyses {parsing[:, :5].mean():.0%} parse in the first five updates, "
+      f"{parsing[:, -5:].mean():.0%} in the last five (lowest seed {parsing[:, -5:].mean(1).min():.0%})")
+for split, words in SPLITS.items():
+    rates = [100 * np.mean([runs["start", s][at]["eval"][split]["won"].count("1") / runs["start", s][at]["eval"][split]["n"]
+                            for s in ALL]) for at in ("base", "sft")]
+    print(f"{TRIAL}{words}, alone: base {rates[0]:.1f}%, after Stage 1 {rates[1]:.1f}%, mean of {len(ALL)} seeds")
 
 # %%
 for k, update in enumerate(AT):
