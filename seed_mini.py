@@ -1,5 +1,4 @@
-"""seed_mini.py: SEED (arXiv 2607.14777) on one GPU, or on a laptop's CPU: the method, top to
-bottom.
+"""seed_mini.py: SEED (arXiv 2607.14777) on one GPU, or on a laptop's CPU: the method.
 
     python seed_mini.py --env alfworld                    # the whole method
     python seed_mini.py --env alfworld --method grpo      # the baseline from the same start
@@ -8,13 +7,12 @@ bottom.
     1  options      one dataclass; its texts are the --help
     2  rollout      episodes as ONE token sequence each: what was sampled is what is trained
     3  Stage 1      hindsight-skill SFT: learn to write a skill from a finished episode
-    4  Stage 2      each update: act -> analyze -> re-score with the skill -> GRPO + KL +
-    distillation 5  evaluation   every task of a split once
+    4  Stage 2      each update: act -> analyze -> score again with the skill -> train
+    5  evaluation   every task of a split once
     6  train, main  from the base to the report; arguments to exit code
 
 The equations live in losses.py, the model in policy.py, prompts and parsers in skills.py, what an
-environment is in envs.py; what keeps a run alive (logs, checkpoints, exact resume, memory) in
-runs.py.
+environment is in envs.py; what keeps a run alive (logs, checkpoints, resume, memory) in runs.py.
 
 Left out on purpose: several GPUs, a separate inference engine, value networks, learning-rate
 schedules in Stage 2 (the paper's is constant), pictures. Where we differ from the paper or its
@@ -53,9 +51,8 @@ try:
     import skills
     from envs import Episode, Step, Task, counted_rng
     from policy import (KVBatch, Policy, Sequence, base_of, complete, freeze_reference,
-                        generate_turn,
-                        is_lora, load_policy, micro_batches, model_config, pad, reference_of,
-                        response_hidden, score, token_logp)
+                        generate_turn, is_lora, load_policy, micro_batches, model_config, pad,
+                        reference_of, response_hidden, score, token_logp)
     from runs import Pool, Run, smaller_on_oom
 except ImportError as error:
     if __name__ != "__main__" or "--debug" in sys.argv:
@@ -63,18 +60,16 @@ except ImportError as error:
     print(f"seed_mini: {error}", file=sys.stderr)
     sys.exit(2)
 
-HERE = Path(__file__).resolve().parent
 # The shipped bases, one folder a world, made by notebooks/00_tiny_base.ipynb.
-TINY = HERE / "notebooks" / "tiny_base"
+TINY = Path(__file__).resolve().parent / "notebooks" / "tiny_base"
 
 
 # --------------------------------------------------------------------------------------------------
 # 1. Options
 # --------------------------------------------------------------------------------------------------
-def option(default, text, **kwargs):
-    """A dataclass field whose text is the --help line."""
-    # argparse formats the text.
-    metadata = {"help": text.replace("%", "%%"), **kwargs}
+def option(default, text):
+    """A dataclass field whose text is the --help line (where argparse wants % doubled)."""
+    metadata = {"help": text.replace("%", "%%")}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -83,109 +78,80 @@ def option(default, text, **kwargs):
 @dataclass
 class Config:
     """Every option of a run. None means: from PROFILES and from the world's own defaults."""
-    env: str = option("alfworld", "The world: a name in environments/, or a file of your own "
-                      "(NAME for NAME.py in this folder, or its path).")
-    env_args: list[str] = option([], "The world's own settings as key=value; --env NAME --help "
-                                     "lists them.")
-    model: str = option("auto",
-                        "'tiny' (the shipped base of the world), a Hugging Face name such as "
-                        "Qwen/Qwen3-1.7B, or a checkpoint or adapter folder. 'auto': "
-                        "Qwen/Qwen3-1.7B in QLoRA "
-                        "on a CUDA card of 10 GB or more, otherwise 'tiny'.")
-    method: str = option("seed", "'seed' (the paper's method) or 'grpo' (the same run without "
-                                 "skills).")
+    env: str = option("alfworld", "The world: a name in environments/, or a file of your own (NAME "
+                      "for NAME.py in this folder, or its path).")
+    env_args: list[str] = option([], "The world's own settings, key=value; --env NAME --help lists "
+                                 "them.")
+    model: str = option("auto", "'tiny' (the world's shipped base), a Hugging Face name such as "
+                        "Qwen/Qwen3-1.7B, or a checkpoint or adapter folder. 'auto': Qwen3-1.7B in "
+                        "QLoRA on a CUDA card of 10 GB or more, otherwise 'tiny'.")
+    method: str = option("seed", "'seed' (the paper's method) or 'grpo' (the same without skills).")
     ablate: str = option("", "Leave one part out: 'no_sft' (no Stage 1), 'no_opd' (skills are "
-                             "written and "
-                         "logged, not distilled), 'static' (the Stage-1 analyzer's offline skills "
-                         "instead of "
-                         "the policy's own), 'shuffle' (every episode gets the skill of another "
-                         "task's).")
-    name: str = option("", "Name of the run, which is OUT/NAME. Default: the method; with --eval: "
-                           "'eval'.")
+                         "written and logged, not distilled), 'static' (the Stage-1 analyzer's "
+                         "offline skills, not the policy's own), 'shuffle' (another task's skill).")
+    name: str = option("", "Name of the run, which is OUT/NAME. Default: the method; or 'eval'.")
     out: str = option("runs", "Folder that holds the runs.")
     seed: int = option(0, "Seed of everything random. One seed, one run: bit for bit on a CPU with "
-                          "the "
-                       "same number of threads.")
-    task_seed: int = option(0, "Seed of tasks that are made up (tune on one, report on another).")
+                       "the same number of threads.")
+    task_seed: int = option(0, "Seed of made-up tasks (tune on one, report on another).")
     # What to do.
     dry_run: bool = option(False, "Print where the memory would go, and the settings for 12, 16 "
-                                  "and 24 GB "
-                           "cards, and stop. Nothing is loaded.")
-    eval: bool = option(False, "Only evaluate the model (every task of each split once) and stop.")
+                           "and 24 GB cards, and stop. Nothing is loaded.")
+    eval: bool = option(False, "Only evaluate the model, and stop.")
     resume: bool = option(False, "Continue OUT/NAME from its newest checkpoint; the result is the "
-                                 "same as "
-                          "without the break.")
+                          "same as without the break.")
     overwrite: bool = option(False, "Delete OUT/NAME first if it holds a run.")
     sft_from: str = option("", "Reuse the Stage-1 result of this run folder (how arms share their "
-                               "start).")
+                           "start).")
     # Tasks.
-    train_tasks: int | None = option(None, "Use only N training tasks, spread evenly over the "
-                                           "sorted ids.")
-    eval_tasks: int | None = option(None,
-                                    "Evaluate on N tasks of each split only, spread likewise.")
-    max_steps: int | None = option(None, "Steps after which an episode is over. Default: the "
-                                         "world's.")
+    train_tasks: int | None = option(None, "Use N training tasks, evenly spread over sorted ids.")
+    eval_tasks: int | None = option(None, "Evaluate on N tasks of each split, likewise spread.")
+    max_steps: int | None = option(None, "Most steps of an episode. Default: the world's.")
     invalid_penalty: float | None = option(None, "Reward lost by each invalid action. Default: the "
-                                                 "world's.")
+                                           "world's.")
     think: bool | None = option(None, "Ask for <think>..</think><action>..</action> (paper) or for "
-                                      "the bare action.")
+                                "the bare action.")
     workers: int = option(2, "Processes that run the environments; 0: this one.")
     # Lengths, in tokens.
-    max_response: int | None = option(None, "Most tokens the policy may sample in one turn (paper: "
-                                            "512).")
-    max_context: int | None = option(None, "Most tokens of an episode; one that reaches it ends as "
-                                           "truncated "
+    max_response: int | None = option(None, "Most tokens sampled in one turn (paper: 512).")
+    max_context: int | None = option(None, "Most tokens of an episode; one that reaches it ends "
                                      "and is counted, never cut.")
-    max_analysis: int | None = option(None, "Most tokens of one analysis (summary and skill, as "
-                                            "JSON).")
+    max_analysis: int | None = option(None, "Most tokens of one analysis (summary and skill).")
     # Stage 1.
     analyzer: str = option("rule", "Who annotates in Stage 1: 'rule' (the world's own, offline) or "
-                                   "'endpoint' "
-                           "(an OpenAI-compatible server, GLM-5.2 in the paper; set "
-                           "SEED_ANALYZER_URL, "
-                           "SEED_ANALYZER_MODEL and SEED_ANALYZER_KEY).")
+                           "'endpoint' (an OpenAI-compatible server, GLM-5.2 in the paper; set "
+                           "SEED_ANALYZER_URL, SEED_ANALYZER_MODEL and SEED_ANALYZER_KEY).")
     sft_tasks: int | None = option(None, "Tasks rolled out for Stage 1 (paper: 180).")
     sft_rollouts: int | None = option(None, "Rollouts per Stage-1 task, K0 (paper: 8).")
     sft_epochs: int | None = option(None, "Epochs over the Stage-1 rows (paper: 3).")
     sft_lr: float | None = option(None, "Peak learning rate of Stage 1, cosine, 10% warm-up "
-                                        "(paper: 5e-6).")
+                                  "(paper: 5e-6).")
     sft_batch: int | None = option(None, "Rows per Stage-1 step (paper: 8).")
     sft_anchor: float | None = option(None, "Weight of KL(base || policy) on the base's own acting "
-                                            "transcripts "
-                                      "during Stage 1 (paper: 0, no anchor).")
+                                      "transcripts during Stage 1 (paper: 0, no anchor).")
     # Stage 2.
     updates: int | None = option(None, "Updates of Stage 2 (paper: 150).")
-    tasks_per_update: int | None = option(None, "Tasks per update, each with a whole group (paper: "
-                                                "16).")
+    tasks_per_update: int | None = option(None, "Tasks per update, each a group (paper: 16).")
     group_size: int | None = option(None, "Rollouts of each task, the GRPO group G (paper: 8).")
-    minibatches: int | None = option(None, "Optimizer steps per update; episodes are split at "
-                                           "random.")
+    minibatches: int | None = option(None, "Optimizer steps per update, over random parts of it.")
     lr: float | None = option(None, "Constant learning rate of AdamW in Stage 2 (paper: 1e-6, "
-                                    "full).")
+                              "full).")
     clip_range: float = option(0.2, "PPO clip range epsilon (paper: 0.2).")
-    kl_coef: float | None = option(None, "Coefficient of the k3 KL to the reference policy (paper: "
-                                         "0.01).")
+    kl_coef: float | None = option(None, "Weight of the k3 KL to the reference (paper: 0.01).")
     lambda_opd: float | None = option(None, "Weight of the distillation term (paper: 0.01).")
-    beta_opd: float = option(5.0,
-                             "Sharpness of the confidence gate sigmoid(beta * Delta) (paper: 5).")
-    temperature: float = option(1.0, "Sampling temperature of training; scoring uses the same "
-                                     "(paper: 1).")
+    beta_opd: float = option(5.0, "Sharpness of the gate sigmoid(beta * Delta) (paper: 5).")
+    temperature: float = option(1.0, "Temperature of sampling and scoring in training (paper: 1).")
     # Evaluation.
     eval_temperature: float = option(0.4, "Sampling temperature of evaluation (paper: 0.4).")
-    eval_every: int | None = option(None, "Evaluate every so many updates (0: only before and "
-                                          "after).")
-    eval_splits: list[str] = option(["valid_unseen"], "Splits to evaluate: valid_seen, "
-                                                      "valid_unseen, train.")
+    eval_every: int | None = option(None, "Evaluate every so many updates (0: only at both ends).")
+    eval_splits: list[str] = option(["valid_unseen"], "Any of valid_seen, valid_unseen, train.")
     # The machine.
     tune: str | None = option(None, "'full' fine-tuning, 'lora' adapters on a 16-bit base, or "
-                                    "'qlora' on a "
-                              "4-bit one.")
-    threads: int = option(2, "CPU threads of torch. Results are bit-identical only for the same "
-                             "number.")
-    rollout_batch: int | None = option(None, "Episodes generated at once. Default on a card: what "
-                                             "fits.")
+                              "'qlora' on a 4-bit one.")
+    threads: int = option(2, "CPU threads of torch. Results are bit-identical for one number only.")
+    rollout_batch: int | None = option(None, "Episodes generated at once. On a card: what fits.")
     micro_tokens: int | None = option(None, "Most padded tokens in one forward pass of scoring or "
-                                            "training.")
+                                      "training.")
     debug: bool = option(False, "Show the traceback of an error instead of one sentence.")
 
 
@@ -195,78 +161,22 @@ class Config:
 PROFILES = {
     "tiny": dict(think=False, max_response=12, max_context=800, max_analysis=96,
                  sft_tasks=90, sft_rollouts=8, sft_epochs=3, sft_lr=8e-4, sft_batch=16,
-                 sft_anchor=2.0,
-                 updates=40, tasks_per_update=8, group_size=6, minibatches=2, lr=2e-4, kl_coef=0.02,
-                 lambda_opd=0.3, eval_every=8, tune="full", rollout_batch=64, micro_tokens=8192),
+                 sft_anchor=2.0, updates=40, tasks_per_update=8, group_size=6, minibatches=2,
+                 lr=2e-4, kl_coef=0.02, lambda_opd=0.3, eval_every=8, tune="full",
+                 rollout_batch=64, micro_tokens=8192),
     "paper": dict(think=True, max_response=512, max_context=8192, max_analysis=512,
                   sft_tasks=180, sft_rollouts=8, sft_epochs=3, sft_lr=1e-4, sft_batch=8,
-                  sft_anchor=0.0,
-                  updates=150, tasks_per_update=16, group_size=8, minibatches=1, lr=1e-5,
-                  kl_coef=0.01,
-                  lambda_opd=0.01, eval_every=10, tune="qlora", rollout_batch=32,
-                  micro_tokens=8192),
+                  sft_anchor=0.0, updates=150, tasks_per_update=16, group_size=8, minibatches=1,
+                  lr=1e-5, kl_coef=0.01, lambda_opd=0.01, eval_every=10, tune="qlora",
+                  rollout_batch=32, micro_tokens=8192),
 }
 # The paper's, and nobody has needed others here.
 WEIGHT_DECAY, MAX_GRAD_NORM = 0.01, 1.0
-CHOICES = dict(method=("seed", "grpo"), analyzer=("rule", "endpoint"),
-               tune=(None, "full", "lora", "qlora"),
-               ablate=("", "no_sft", "no_opd", "static", "shuffle"))
-AT_LEAST_ONE = ("threads train_tasks eval_tasks max_steps max_response max_context max_analysis "
-                "sft_tasks "
-                "sft_rollouts sft_epochs sft_batch tasks_per_update minibatches rollout_batch "
-                "micro_tokens").split()
-NOT_NEGATIVE = ("workers updates eval_every seed task_seed sft_anchor kl_coef lambda_opd beta_opd "
-                "invalid_penalty").split()
-POSITIVE = "sft_lr lr temperature eval_temperature".split()
-
-
-def check_config(cfg: Config) -> None:
-    """Refuse bad values with one sentence each, before anything is loaded. Raises ValueError."""
-    def need(ok, text):
-        """ValueError with this sentence unless ok."""
-        if not ok:
-            raise ValueError(text)
-
-    def values(names):
-        """The options of these names that are given."""
-        return [(n, getattr(cfg, n)) for n in names if getattr(cfg, n) is not None]
-
-    envs.settings_of(envs.find(cfg.env), cfg.env_args)
-    for name, allowed in CHOICES.items():
-        value, known = getattr(cfg, name), ", ".join(str(a) for a in allowed if a)
-        need(value in allowed, f"--{name} {value!r} is not one of {known}.")
-    for name, value in values(AT_LEAST_ONE):
-        need(value >= 1, f"--{name} must be at least 1, not {value}.")
-    for name, value in values(NOT_NEGATIVE):
-        need(value >= 0 and math.isfinite(value), f"--{name} must be a number that is not "
-                                                  f"negative, not {value}.")
-    for name, value in values(POSITIVE):
-        need(value > 0 and math.isfinite(value),
-             f"--{name} must be a positive number, not {value}.")
-    need(cfg.group_size is None or cfg.group_size >= 2,
-         "--group_size must be at least 2: a group of one has no other rollout to be compared with.")
-    need(0 < cfg.clip_range < 1, f"--clip_range must lie between 0 and 1, not {cfg.clip_range}.")
-    need(None in (cfg.max_context, cfg.max_response) or cfg.max_response < cfg.max_context,
-         f"--max_response {cfg.max_response} leaves no room for a prompt in --max_context "
-         f"{cfg.max_context}.")
-    need(not (cfg.method == "grpo" and cfg.ablate not in ("", "no_sft")),
-         f"--ablate {cfg.ablate} changes the skills of --method seed; --method grpo has none.")
-    need(not (cfg.ablate == "no_sft" and cfg.sft_from), "--ablate no_sft and --sft_from exclude "
-                                                        "each other.")
-    need(not (cfg.resume and cfg.overwrite), "--resume and --overwrite exclude each other.")
-    need(not (cfg.eval and (cfg.sft_from or cfg.resume or cfg.overwrite)),
-         "--eval takes no --sft_from, "
-         "--resume or --overwrite; give the checkpoint's policy folder as --model.")
-    bad = [s for s in cfg.eval_splits if s not in envs.SPLITS]
-    need(not bad, f"--eval_splits {' '.join(bad)} is not known; choose from "
-                  f"{', '.join(envs.SPLITS)}.")
-    need("/" not in cfg.name and cfg.name not in (".", ".."),
-         f"--name {cfg.name!r} must be a plain folder name.")
 
 
 def resolve(cfg: Config) -> Config:
     """Fill every None, so that config.json says what was really used: from the profile of the
-    model's size, from the world, and what a card has room for."""
+    model's size, from the world, and from what a card has room for."""
     world = envs.find(cfg.env)
     # main() has asked runs.choose_model by now; a notebook means the tiny base, on any machine.
     model = "tiny" if cfg.model == "auto" else cfg.model
@@ -281,15 +191,14 @@ def resolve(cfg: Config) -> Config:
     special, known = world.defaults.get(profile, {}), envs.settings_of(world)
     pairs = [f"{k}={v}" for k, v in special.items() if k in known]
     settings = envs.settings_of(world, pairs + cfg.env_args)
-    defaults = dict(max_steps=world.max_steps,
-                    invalid_penalty=world.invalid_penalty) | PROFILES[profile]
-    defaults |= {k: v for k, v in special.items() if k not in known}
+    defaults = dict(max_steps=world.max_steps, invalid_penalty=world.invalid_penalty)
+    defaults |= PROFILES[profile] | {k: v for k, v in special.items() if k not in known}
     begin = str(Path(cfg.sft_from) / runs.START / "policy") if cfg.sft_from else model
     if base_of(begin) != begin:
         # What continues an adapter trains adapters.
         defaults["tune"] = "qlora"
-    filled = {k: v for k, v in defaults.items() if getattr(cfg, k) is None}
     given = {k for k in ("rollout_batch", "micro_tokens") if getattr(cfg, k) is not None}
+    filled = {k: v for k, v in defaults.items() if getattr(cfg, k) is None}
     cfg = dataclasses.replace(cfg, **filled, model=model,
                               env_args=[f"{k}={v}" for k, v in settings.items()],
                               name=cfg.name or ("eval" if cfg.eval else cfg.method))
@@ -306,10 +215,8 @@ def weights_of(cfg: Config) -> str:
     folder = TINY / envs.find(cfg.env).name
     if not folder.exists():
         raise ValueError(f"--model tiny: no base is shipped for {folder.name}; name a model, e.g. "
-                         f"--model "
-                         "Qwen/Qwen3-1.7B, or a folder. (To try out the plumbing, any will do: "
-                         "--model "
-                         "notebooks/tiny_base/alfworld.)")
+                         "--model Qwen/Qwen3-1.7B, or a folder. (To try out the plumbing, any will "
+                         "do: --model notebooks/tiny_base/alfworld.)")
     return str(folder)
 
 
@@ -336,20 +243,24 @@ class Rollout:
     # Why it was taken out of its update (runs.drop_not_finite).
     dropped: str = ""
 
+    def add(self, ids: list[int], logps: list[float] | None = None) -> None:
+        """More tokens: sampled ones with their log-probs, or given ones."""
+        self.ids += ids
+        self.sampled += [logps is not None] * len(ids)
+        self.logp += logps or [0.0] * len(ids)
+
 
 def start_rollout(policy: Policy, env: envs.Env, cfg: Config, task: Task, observation: str,
-                  info: dict,
-                  skill: str) -> Rollout:
-    """The first user turn. With `skill` (evaluation of the teacher only) the block is already
-    inside."""
+                  info: dict, skill: str) -> Rollout:
+    """The first user turn. With `skill` (evaluation of the teacher only) its block is already
+    inside, encoded apart, so that a sequence has the same ids on both sides of it."""
     before, after = env.prompt(info["goal"], observation, think=cfg.think, actions=info["actions"])
     head = policy.first[0] + policy.encode(before)
-    # Encoded apart, so that the teacher's sequence has the same ids on both sides of the inserted
-    # block.
     block = policy.encode(skills.skill_block(skill)) if skill else []
-    ids = head + block + policy.encode(after) + policy.first[1]
     episode = Episode(task.id, task.split, task.kind, info["goal"], final_observation=observation)
-    return Rollout(episode, ids, [False] * len(ids), [0.0] * len(ids), len(head))
+    roll = Rollout(episode, [], [], [], len(head))
+    roll.add(head + block + policy.encode(after) + policy.first[1])
+    return roll
 
 
 def take_turn(policy: Policy, env: envs.Env, cfg: Config, roll: Rollout, new: list[int],
@@ -369,8 +280,8 @@ def take_turn(policy: Policy, env: envs.Env, cfg: Config, roll: Rollout, new: li
     forced = [] if closed else [policy.end_id]
     counters["responses cut at max_response"] += not closed
     counters["invalid actions"] += not valid
-    _append(roll, new, True, logps)
-    _append(roll, forced, False)
+    roll.add(new, logps)
+    roll.add(forced)
     if terminated or truncated or len(episode.steps) >= cfg.max_steps:
         over = "lost" if terminated else "step limit"
         episode.end = "won" if episode.won else info.get("end", over)
@@ -380,35 +291,27 @@ def take_turn(policy: Policy, env: envs.Env, cfg: Config, roll: Rollout, new: li
         turn = policy.later[0] + text + policy.later[1]
         # Not <=: an end token may have to be forced.
         if len(roll.ids) + len(turn) + cfg.max_response < cfg.max_context:
-            _append(roll, turn, False)
+            roll.add(turn)
             return [new[-1]] + forced + turn
         episode.end = "context limit"
     counters[f"ended: {episode.end}"] += 1
     return []
 
 
-def _append(roll: Rollout, ids: list[int], sampled: bool, logps: list[float] | None = None) -> None:
-    roll.ids += ids
-    roll.sampled += [sampled] * len(ids)
-    roll.logp += logps or [0.0] * len(ids)
-
-
 def rollout(policy: Policy, pool: Pool, tasks: list[Task], cfg: Config, keys: list[tuple],
-            temperature: float, skill_texts: list[str]
-            | None = None) -> tuple[list[Rollout], Counter]:
+            temperature: float, plans: list[str] | None = None) -> tuple[list[Rollout], Counter]:
     """Play each task once, cfg.rollout_batch at a time: rollouts in order, and the counters of
-    everything that did not go smoothly.
+    everything that did not go smoothly. `plans` (evaluation only): a skill for each, in context.
 
     keys: one per episode, the address of its random numbers (counted_rng): they do not depend on
-    its neighbours in the batch, and a batch that ran out of memory is played again with the same
-    luck.
+    its neighbours, and a batch that ran out of memory is played again with the same luck.
     """
     rolls, counters, before = [], Counter(), Counter(pool.counters)
-    skill_texts = skill_texts or [""] * len(tasks)
+    plans = plans or [""] * len(tasks)
     while len(rolls) < len(tasks):
         at = len(rolls)
         part, more = _play(policy, cfg, counters, pool, tasks[at:], keys[at:], temperature,
-                           skill_texts[at:])
+                           plans[at:])
         rolls += part
         counters += more
     # One bad task must not stop a night's run; all of them are no run.
@@ -417,21 +320,21 @@ def rollout(policy: Policy, pool: Pool, tasks: list[Task], cfg: Config, keys: li
         raise RuntimeError(f"none of {n} tasks can be played; the last one: {last}")
     if rolls and all(r.episode.end == "context limit" and not r.episode.steps for r in rolls):
         raise RuntimeError("no task can begin: the first prompt alone needs more than "
-                           "--max_context "
-                           f"{cfg.max_context} minus --max_response {cfg.max_response}.")
+                           f"--max_context {cfg.max_context} minus --max_response "
+                           f"{cfg.max_response}.")
     # + also drops the zeros.
     return rolls, counters + (Counter(pool.counters) - before)
 
 
 @smaller_on_oom("rollout_batch")
 def _play(policy: Policy, cfg: Config, _, pool: Pool, tasks: list[Task], keys: list[tuple],
-          temperature: float, skill_texts: list[str]) -> tuple[list[Rollout], Counter]:
+          temperature: float, plans: list[str]) -> tuple[list[Rollout], Counter]:
     """The first cfg.rollout_batch episodes, from reset to end, in one KV cache."""
     env, tasks = pool.env, tasks[:cfg.rollout_batch]
     rngs = [counted_rng(cfg.seed, *key) for key in keys[:cfg.rollout_batch]]
     rolls, chunks, counters = [], {}, Counter()
     for i, (task, (observation, info)) in enumerate(zip(tasks, pool.reset(tasks))):
-        roll = start_rollout(policy, env, cfg, task, observation, info, skill_texts[i])
+        roll = start_rollout(policy, env, cfg, task, observation, info, plans[i])
         fits = len(roll.ids) + cfg.max_response < cfg.max_context
         roll.episode.end = info.get("end", "" if fits else "context limit")
         roll.episode.reason = info.get("reason", "")
@@ -565,11 +468,9 @@ def sft(policy: Policy, cfg: Config, sequences: list[Sequence], acting: list[Seq
         sick = sick + 1 if counters[runs.SKIPPED] else 0
         if sick == 3:
             raise RuntimeError("Stage 1: three steps in a row had gradients that are not finite. "
-                               "Start "
-                               "again with a lower --sft_lr.")
-        counters += Counter()
-        if counters or step % 10 == 0 or step == steps - 1:
-            more = dict(counters=dict(counters)) if counters else {}
+                               "Start again with a lower --sft_lr.")
+        if +counters or step % 10 == 0 or step == steps - 1:
+            more = dict(counters=dict(+counters)) if +counters else {}
             log(dict(stage="sft", step=step + 1, steps=steps, loss=loss, anchor_kl=anchor.item(),
                      grad_norm=norm, learning_rate=optimizer.param_groups[0]["lr"]) | more)
             counters.clear()
@@ -582,8 +483,7 @@ def stage1(policy: Policy, pool: Pool, tasks: list[Task], cfg: Config, run: Run)
     batch = [tasks[i] for i in chosen for _ in range(cfg.sft_rollouts)]
     keys = [("sft rollout", i) for i in range(len(batch))]
     run.say(f"Stage 1: {len(chosen)} tasks x {cfg.sft_rollouts} rollouts of the base, annotated by "
-            f"the "
-            f"{cfg.analyzer} analyzer")
+            f"the {cfg.analyzer} analyzer")
     rolls, counters = rollout(policy, pool, batch, cfg, keys, cfg.temperature)
     episodes = [r.episode for r in rolls]
     replies, more = analyze_with(pool.env, cfg, episodes)
@@ -593,27 +493,24 @@ def stage1(policy: Policy, pool: Pool, tasks: list[Task], cfg: Config, run: Run)
     run.write_rollouts(rolls, replies, update=0, stage="sft")
     if not sequences:
         raise RuntimeError("Stage 1 has no usable skill to learn from: the analyzer's replies did "
-                           "not parse "
-                           "(see skills.jsonl). Check the analyzer.")
+                           "not parse (see skills.jsonl). Check the analyzer.")
     acting = [plain(r) for r in rolls if any(r.sampled)]
     acting += [with_skill(policy, r, reply.skill) for r, reply in zip(rolls, replies)
                if reply.skill and any(r.sampled)]
-    run.log(dict(stage="sft", episodes=len(rolls),
-                 success=float(np.mean([e.won for e in episodes])),
-                 rows=len(sequences), counters=dict(counters)))
+    won = float(np.mean([e.won for e in episodes]))
+    run.log(dict(stage="sft", episodes=len(rolls), success=won, rows=len(sequences),
+                 counters=dict(counters)))
     # The base: what the anchor holds on to.
     freeze_reference(policy)
     sft(policy, cfg, sequences, acting, run.log)
 
 
 # --------------------------------------------------------------------------------------------------
-# 4. Stage 2: act -> analyze -> re-score with the skill -> update
+# 4. Stage 2: act -> analyze -> score again with the skill -> train
 # --------------------------------------------------------------------------------------------------
 def one_update(policy: Policy, pool: Pool, tasks: list[Task], cfg: Config, optimizer, update: int,
-               run: Run,
-               library: dict[str, str]) -> dict:
-    """One update of Stage 2 in whole; returns its metrics line. P tasks x G rollouts = P * G
-    episodes."""
+               run: Run, library: dict[str, str]) -> dict:
+    """One update of Stage 2 in whole: P tasks x G rollouts. Returns its metrics line."""
     P, G, clock = cfg.tasks_per_update, cfg.group_size, runs.Stopwatch(policy)
     # (a) act, from ordinary history alone
     batch = [task for task in tasks_of(cfg, tasks, update) for _ in range(G)]
@@ -621,10 +518,7 @@ def one_update(policy: Policy, pool: Pool, tasks: list[Task], cfg: Config, optim
     rolls, counters = rollout(policy, pool, batch, cfg, keys, cfg.temperature)
     clock.lap("rollout")
     # (b) analyze: the same policy writes a skill for each of its finished episodes
-    replies = []
-    if cfg.method == "seed":
-        replies, more = analyze_own(policy, pool.env, cfg, rolls, update, library)
-        counters += more
+    replies = analyze_own(policy, pool.env, cfg, rolls, update, library, counters)
     clock.lap("analysis")
     # (c) teach: the same tokens scored again, with the skill in the context; lists of [n_i]
     scores = score_all(policy, cfg, counters, rolls, replies)
@@ -633,13 +527,11 @@ def one_update(policy: Policy, pool: Pool, tasks: list[Task], cfg: Config, optim
     # (d) train: GRPO + KL + gated distillation
     rewards = torch.tensor([r.episode.reward for r in rolls], dtype=torch.float64).view(P, G)
     advantages = losses.group_advantages(rewards).view(-1).float()  # [P * G]
-    has_skill = [bool(r.skill) for r in replies] or [False] * len(rolls)
-    stats = []
+    has_skill, stats = [bool(r.skill) for r in replies] or [False] * len(rolls), []
     for part in minibatches_of(cfg, rolls, update):
         stats.append(gradients(policy, cfg, counters, optimizer, rolls, scores, advantages,
                                has_skill, part))
-        norm = runs.optimizer_step(policy, optimizer, MAX_GRAD_NORM, counters)
-        stats[-1]["grad_norm"] = norm
+        stats[-1]["grad_norm"] = runs.optimizer_step(policy, optimizer, MAX_GRAD_NORM, counters)
     clock.lap("training")
     run.write_rollouts(rolls, replies, update, stage="rl", scores=scores)
     return runs.update_metrics(policy, cfg, update, rolls, replies, scores, rewards, stats,
@@ -648,9 +540,8 @@ def one_update(policy: Policy, pool: Pool, tasks: list[Task], cfg: Config, optim
 
 @smaller_on_oom("micro_tokens")
 def gradients(policy: Policy, cfg: Config, _, optimizer: torch.optim.Optimizer,
-              rolls: list[Rollout],
-              scores: Scores, advantages: torch.Tensor, has_skill: list[bool],
-              part: list[int]) -> dict:
+              rolls: list[Rollout], scores: Scores, advantages: torch.Tensor,
+              has_skill: list[bool], part: list[int]) -> dict:
     """Put the gradient of one mini-batch (rollouts `part`), times the loss scale, into .grad;
     returns the loss statistics.
 
@@ -671,8 +562,7 @@ def gradients(policy: Policy, cfg: Config, _, optimizer: torch.optim.Optimizer,
         skill_mask = torch.tensor([float(has_skill[i]) for i in index], device=logp.device)  # [B]
         rl_loss, opd_loss, out = losses.seed_loss(
             logp, old, ref, teacher if use_opd else None, advantages[index].to(logp), mask,
-            skill_mask,
-            clip_range=cfg.clip_range, kl_coef=cfg.kl_coef, lambda_opd=cfg.lambda_opd,
+            skill_mask, clip_range=cfg.clip_range, kl_coef=cfg.kl_coef, lambda_opd=cfg.lambda_opd,
             beta_opd=cfg.beta_opd, rl_tokens=tokens, opd_tokens=skill_tokens)
         (policy.loss_scale * (rl_loss + opd_loss)).backward()
         stats.update({name: float(value) for name, value in out.items()})
@@ -710,14 +600,16 @@ def score_all(policy: Policy, cfg: Config, _, rolls: list[Rollout],
 
 
 def analyze_own(policy: Policy, env: envs.Env, cfg: Config, rolls: list[Rollout], update: int,
-                library: dict[str, str]) -> tuple[list[skills.Reply], Counter]:
+                library: dict[str, str], counters: Counter) -> list[skills.Reply]:
     """The skill of each episode for this update: the policy's own hindsight (SEED), or an
-    ablation's.
+    ablation's; [] for GRPO.
 
     A reply that does not parse is "no skill": that episode loses its distillation term and keeps
     its GRPO term.
     """
-    counters, ids = Counter(), [r.episode.task_id for r in rolls]
+    if cfg.method == "grpo":
+        return []
+    ids = [r.episode.task_id for r in rolls]
     if cfg.ablate == "static":
         offline = [library.get(i, "") for i in ids]
         replies = [skills.Reply(skill, "", "ok" if skill else "empty") for skill in offline]
@@ -730,15 +622,14 @@ def analyze_own(policy: Policy, env: envs.Env, cfg: Config, rolls: list[Rollout]
         replies = [replies[giver[i]] if i in giver else r for i, r in enumerate(replies)]
     counters.update(f"analysis {r.status}" for r in replies if r.status != "ok")
     counters["skills shortened"] += sum(r.cut for r in replies)
-    return replies, +counters
+    return replies
 
 
 def write_skills(policy: Policy, env: envs.Env, cfg: Config, rolls: list[Rollout],
                  counters: Counter) -> list[skills.Reply]:
     """The policy as analyzer: greedy replies to the analyzer's prompt about each episode, read."""
-    prompts = [policy.user_turn(policy.encode(skills.analyzer_prompt(env, r.episode,
-                                                                     counters=counters)))
-               for r in rolls]
+    asked = [skills.analyzer_prompt(env, r.episode, counters=counters) for r in rolls]
+    prompts = [policy.user_turn(policy.encode(text)) for text in asked]
     # Too long: counted, and visible as an empty reply; never cut.
     fits = [i for i, ids in enumerate(prompts) if len(ids) <= cfg.max_context]
     counters["analyzer prompts too long"] += len(prompts) - len(fits)
@@ -762,8 +653,8 @@ def skill_givers(tasks: list[str], rng: np.random.Generator) -> dict[int, int]:
     """
     order = [int(i) for i in rng.permutation(len(tasks)) if tasks[i]]
     # Tasks as blocks; moved on by the longest block, everybody leaves the own one.
-    order = [i for task in dict.fromkeys(tasks[i] for i in order) for i in order if tasks[i]
-             == task]
+    names = dict.fromkeys(tasks[i] for i in order)
+    order = [i for name in names for i in order if tasks[i] == name]
     shift = max(Counter(tasks[i] for i in order).values(), default=0)
     shift = 1 if shift == len(order) else shift
     return dict(zip(order, order[shift:] + order[:shift]))
@@ -831,8 +722,7 @@ def evaluate_only(cfg: Config, notice: str = "") -> None:
     policy = load_policy(cfg, weights_of(cfg), trainable=False)
     if cfg.tune == "qlora":
         print("weights: the base in 4-bit NF4, as QLoRA trains it (--tune lora takes it in 16 bit; "
-              "for a "
-              "fully fine-tuned folder, --tune full)", flush=True)
+              "for a fully fine-tuned folder, --tune full)", flush=True)
     folder = Path(cfg.out) / cfg.name
     # Not into the folder of a run that is going on.
     with Run(cfg).opened(fresh=False), Pool(env, cfg.workers) as pool:
@@ -876,8 +766,7 @@ def first_weights(cfg: Config) -> str:
         return weights_of(cfg)
     source, saved = Path(cfg.sft_from) / runs.START / "policy", runs.run_config(Path(cfg.sft_from))
     if not (source.exists() and saved):
-        raise ValueError(f"--sft_from {cfg.sft_from}: no Stage-1 result there (looked for "
-                         f"{source}).")
+        raise ValueError(f"--sft_from {cfg.sft_from}: there is no Stage-1 result ({source}).")
     now, shared = dataclasses.asdict(cfg), ("env", "env_args", "model", "tune", "think")
     differs = [f"--{k} was {saved[k]!r} there and is {now[k]!r} here" for k in shared
                if saved.get(k, now[k]) != now[k]]
@@ -928,8 +817,7 @@ def need_analyzer(env: envs.Env, cfg: Config) -> None:
     needed = (not cfg.sft_from and cfg.ablate != "no_sft") or cfg.ablate == "static"
     if needed and cfg.analyzer == "rule" and not envs.has(env, "hindsight"):
         raise ValueError(f"{env.name} has no rule analyzer: give its class Env a hindsight(), or "
-                         f"take "
-                         "--analyzer endpoint, or leave Stage 1 out by --ablate no_sft.")
+                         "take --analyzer endpoint, or leave Stage 1 out by --ablate no_sft.")
 
 
 def train(cfg: Config, notice: str = "") -> None:
@@ -995,12 +883,11 @@ def main(argv: list[str] | None = None) -> int:
     """Command line. 0 = done, 2 = bad input or a run that cannot go on (one sentence), 130 = Ctrl-C
     and 143 = SIGTERM (both resumable)."""
     profiles = [f"{p}: " + ", ".join(f"{k}={v}" for k, v in d.items()) for p, d in PROFILES.items()]
+    about = world_help(sys.argv[1:] if argv is None else argv)
     parser = HfArgumentParser(
-        Config, prog="python seed_mini.py", usage="%(prog)s [--option value ...] (--help explains "
-                                                  "every option)",
-        description=__doc__.split("\n")[0],
-        epilog=world_help(sys.argv[1:] if argv is None else argv) + "Defaults by profile: "
-        + "; ".join(profiles))
+        Config, prog="python seed_mini.py", description=__doc__.split("\n")[0],
+        usage="%(prog)s [--option value ...] (--help explains every option)",
+        epilog=about + "Defaults by profile: " + "; ".join(profiles))
     cfg = Config(**vars(parser.parse_args(argv)))
     transformers.utils.logging.disable_progress_bar()
     # A hub that cannot be reached: our one sentence, not its retries.
@@ -1012,11 +899,11 @@ def main(argv: list[str] | None = None) -> int:
 
     before = signal.signal(signal.SIGTERM, terminate)
     try:
-        check_config(cfg)
+        runs.check_config(cfg)
         model, notice = runs.choose_model(cfg)
         cfg = resolve(dataclasses.replace(cfg, model=model))
         # Again: a given value may contradict a default.
-        check_config(cfg)
+        runs.check_config(cfg)
         torch.set_num_threads(cfg.threads)
         torch.use_deterministic_algorithms(True, warn_only=True)
         if cfg.dry_run:
