@@ -16,7 +16,6 @@ world, asynchronous play (a batch waits for its slowest environment).
 """
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib
 import importlib.util
@@ -26,17 +25,10 @@ import math
 import os
 import queue
 import re
-import select
-import subprocess
 import sys
-import tempfile
 import threading
-import time
-import weakref
-from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 

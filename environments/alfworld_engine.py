@@ -9,7 +9,6 @@ import hashlib
 import importlib.metadata
 import json
 import os
-import re
 import struct
 import sys
 import zlib
