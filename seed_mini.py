@@ -528,10 +528,9 @@ def one_update(policy: Policy, pool: Pool, tasks: list[Task], cfg: Config, optim
     rewards = torch.tensor([r.episode.reward for r in rolls], dtype=torch.float64).view(P, G)
     advantages = losses.group_advantages(rewards).view(-1).float()  # [P * G]
     has_skill, stats = [bool(r.skill) for r in replies] or [False] * len(rolls), []
-    use_opd = cfg.method == "seed" and cfg.ablate != "no_opd"
     for part in minibatches_of(cfg, rolls, update):
         stats.append(gradients(policy, cfg, counters, optimizer, rolls, scores, advantages,
-                               has_skill, part, use_opd and not stats))
+                               has_skill, part))
         stats[-1]["grad_norm"] = runs.optimizer_step(policy, optimizer, MAX_GRAD_NORM, counters)
     clock.lap("training")
     run.write_rollouts(rolls, replies, update, stage="rl", scores=scores)
@@ -542,7 +541,7 @@ def one_update(policy: Policy, pool: Pool, tasks: list[Task], cfg: Config, optim
 @smaller_on_oom("micro_tokens")
 def gradients(policy: Policy, cfg: Config, _, optimizer: torch.optim.Optimizer,
               rolls: list[Rollout], scores: Scores, advantages: torch.Tensor,
-              has_skill: list[bool], part: list[int], apart: bool) -> dict:
+              has_skill: list[bool], part: list[int]) -> dict:
     """Put the gradient of one mini-batch (rollouts `part`), times the loss scale, into .grad;
     returns the loss statistics.
 
@@ -555,8 +554,6 @@ def gradients(policy: Policy, cfg: Config, _, optimizer: torch.optim.Optimizer,
     use_opd = cfg.method == "seed" and cfg.ablate != "no_opd"
     tokens = sum(sum(m) for _, m in sequences)
     skill_tokens = sum(sum(rolls[i].sampled) for i in part if has_skill[i])
-    params = optimizer.param_groups[0]["params"]
-    opd_grads = [torch.zeros_like(p) for p in params] if apart else None
     for rows in micro_batches(sequences, cfg.micro_tokens):
         index = [part[r] for r in rows]
         logp, mask, _ = token_logp(policy, [sequences[r] for r in rows], cfg.temperature)  # [B, R]
@@ -567,17 +564,8 @@ def gradients(policy: Policy, cfg: Config, _, optimizer: torch.optim.Optimizer,
             logp, old, ref, teacher if use_opd else None, advantages[index].to(logp), mask,
             skill_mask, clip_range=cfg.clip_range, kl_coef=cfg.kl_coef, lambda_opd=cfg.lambda_opd,
             beta_opd=cfg.beta_opd, rl_tokens=tokens, opd_tokens=skill_tokens)
-        if apart:
-            own = torch.autograd.grad(policy.loss_scale * opd_loss, params, retain_graph=True,
-                                      allow_unused=True)
-            for total, g in zip(opd_grads, own):
-                total += 0 if g is None else g
-            (policy.loss_scale * rl_loss).backward()
-        else:
-            (policy.loss_scale * (rl_loss + opd_loss)).backward()
+        (policy.loss_scale * (rl_loss + opd_loss)).backward()
         stats.update({name: float(value) for name, value in out.items()})
-    for p, g in zip(params, opd_grads or []):
-        p.grad = g if p.grad is None else p.grad + g
     return dict(stats)
 
 
