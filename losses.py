@@ -74,19 +74,18 @@ def group_advantages(rewards, *, divide_by_std=True, eps=1e-6, step_counts=None)
     less.
     """
     if rewards.dim() != 2 or rewards.shape[1] < 2:
-        raise ValueError(f"group_advantages needs rewards [P, G] with G >= 2 (one rollout has "
-                         f"nothing to be compared with), not "
-                         f"{list(rewards.shape)}.")
+        raise ValueError("group_advantages needs rewards [P, G] with G >= 2 (one rollout has "
+                         f"nothing to be compared with), not {list(rewards.shape)}.")
     rewards = rewards if rewards.is_floating_point() else rewards.float()
     weights = torch.ones_like(rewards) if step_counts is None else step_counts.to(rewards)
     _check_shapes(rewards=rewards, step_counts=weights)
     if not rewards.isfinite().all() or (weights < 1).any():
-        raise ValueError("group_advantages needs finite rewards and at least one step per "
-                         "trajectory.")
+        raise ValueError("group_advantages needs finite rewards, and one step or more in each.")
     rows = weights.sum(1, keepdim=True)
     centred = rewards - (weights * rewards).sum(1, keepdim=True) / rows
     tied = rewards.amax(1, keepdim=True) == rewards.amin(1, keepdim=True)
-    centred = torch.where(tied, 0, centred)  # the mean of equal numbers is not always that number
+    # The mean of equal numbers is not always that number.
+    centred = torch.where(tied, 0, centred)
     std = ((weights * centred**2).sum(1, keepdim=True) / (rows - 1)).sqrt()
     return centred / (std + eps) if divide_by_std else centred
 
@@ -119,8 +118,8 @@ def policy_loss(logp, old_logp, advantages, mask, *, clip_range=0.2, dual_clip=N
     objective = torch.where(floored, floor, objective)
     stats = {"clip_fraction": clipped < free, "dual_clip_fraction": floored, "ratio": ratio,
              "approx_kl": ratio - 1 - log_ratio}
-    stats = {name: masked_mean(x.detach().to(ratio.dtype), mask, denominator) for name,
-             x in stats.items()}
+    stats = {name: masked_mean(x.detach().to(ratio.dtype), mask, denominator)
+             for name, x in stats.items()}
     return -masked_mean(objective, mask, denominator), stats
 
 
@@ -163,8 +162,7 @@ def opd_loss(logp, teacher_logp, mask, beta, denominator=None):
 
 
 def seed_loss(logp, old_logp, ref_logp, teacher_logp, advantages, mask, skill_mask, *, clip_range,
-              kl_coef, lambda_opd, beta_opd,
-              dual_clip=None, rl_tokens=None, opd_tokens=None):
+              kl_coef, lambda_opd, beta_opd, dual_clip=None, rl_tokens=None, opd_tokens=None):
     """The loss of SEED in its two parts, (rl_loss, opd_loss, stats); the loss to minimise is
     rl_loss + opd_loss.  Source: paper.
 
@@ -207,8 +205,8 @@ def _per_token(x, like):
 def _check_shapes(**tensors):
     """Broadcasting would hide a wrong shape: all of them must be equal."""
     if len({x.shape for x in tensors.values()}) > 1:
-        raise ValueError("These must have one shape: " + ", ".join(f"{k} {list(x.shape)}" for k,
-                                                                   x in tensors.items()) + ".")
+        shapes = ", ".join(f"{k} {list(x.shape)}" for k, x in tensors.items())
+        raise ValueError(f"These must have one shape: {shapes}.")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -244,9 +242,8 @@ def chunked_logprob(hidden, weight, labels, *, temperature=1.0, rows_per_chunk=N
     that cannot be meant.
     """
     _check_inputs(hidden, weight, labels, temperature, rows_per_chunk)
-    rows = rows_per_chunk or max(1, SCRATCH_BUDGET.get(hidden.device.type,
-                                                       SCRATCH_BUDGET["cuda"]) // _bytes_per_row(
-                                                           weight))
+    budget = SCRATCH_BUDGET.get(hidden.device.type, SCRATCH_BUDGET["cuda"])
+    rows = rows_per_chunk or max(1, budget // _bytes_per_row(weight))
     wants = [torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight)]
     # autocast would round the fp32 sums to bfloat16
     with torch.autocast(hidden.device.type, enabled=False):
@@ -258,14 +255,12 @@ def chunked_logprob(hidden, weight, labels, *, temperature=1.0, rows_per_chunk=N
 def _check_inputs(hidden, weight, labels, temperature, rows_per_chunk):
     """Refuse what cannot be meant. The values of labels are checked in _report, to spare a
     synchronisation."""
-    if (hidden.dim(), weight.dim(), labels.dim()) != (2, 2,
-                                                      1) or len(hidden) != len(
-                                                          labels) or hidden.shape[
-                                                              1] != weight.shape[1] \
+    dims = (hidden.dim(), weight.dim(), labels.dim())
+    if dims != (2, 2, 1) or len(hidden) != len(labels) or hidden.shape[1] != weight.shape[1] \
             or len(weight) < 2:
-        raise ValueError(f"chunked_logprob needs hidden [N, H], weight [V, H] with V >= 2 and "
-                         f"labels [N], not {list(hidden.shape)}, "
-                         f"{list(weight.shape)} and {list(labels.shape)}.")
+        raise ValueError("chunked_logprob needs hidden [N, H], weight [V, H] with V >= 2 and "
+                         f"labels [N], not {list(hidden.shape)}, {list(weight.shape)} and "
+                         f"{list(labels.shape)}.")
     if not hidden.device == weight.device == labels.device:
         raise ValueError(f"chunked_logprob needs one device, not {hidden.device}, {weight.device} "
                          f"and {labels.device}.")
@@ -275,9 +270,8 @@ def _check_inputs(hidden, weight, labels, temperature, rows_per_chunk):
     if labels.is_floating_point() or labels.dtype == torch.bool:
         raise ValueError(f"chunked_logprob needs integer labels, not {labels.dtype}.")
     if not 0.0 < temperature < float("inf") or (rows_per_chunk is not None and rows_per_chunk < 1):
-        raise ValueError(f"chunked_logprob needs a positive, finite temperature and rows_per_chunk "
-                         f">= 1 (or None), not {temperature} and "
-                         f"{rows_per_chunk}.")
+        raise ValueError("chunked_logprob needs a positive, finite temperature and rows_per_chunk "
+                         f">= 1 (or None), not {temperature} and {rows_per_chunk}.")
 
 
 def _report(logp, labels, V):
@@ -293,10 +287,9 @@ def _report(logp, labels, V):
                          f"the vocabulary [0, {V}).")
     rows = (~logp.isfinite()).nonzero()[:, 0] if bad else labels[:0].long()
     if bad:
+        named = f"{rows[:20].tolist()}{' and so on' if bad > 20 else ''}"
         warnings.warn(f"chunked_logprob: {bad} of {len(logp)} rows are not finite (their logp is "
-                      f"NaN, their gradient 0): rows "
-                      f"{rows[:20].tolist()}{' and so on' if bad > 20 else ''}", RuntimeWarning,
-                      stacklevel=4)
+                      f"NaN, their gradient 0): rows {named}", RuntimeWarning, stacklevel=4)
     return rows
 
 
@@ -307,16 +300,15 @@ def _tile(weight):
 def _bytes_per_row(weight):
     """Scratch of one row: its tile of logits in fp32 or better (16-bit inputs: once more in 16
     bits), and H-long rows in flight."""
-    size = max(4, weight.element_size())
-    return (size + (2 if weight.element_size() == 2
-                    else 0)) * _tile(weight) + 3 * size * weight.shape[1]
+    size, narrow = max(4, weight.element_size()), weight.element_size() == 2
+    return (size + 2 * narrow) * _tile(weight) + 3 * size * weight.shape[1]
 
 
 def _dtypes(dtype):
     """(the dtype sums are kept in: fp32 or better; the dtype GEMMs read). float16 is read as fp32:
     its range is too small for exp(z - max) over a large vocabulary."""
-    return torch.promote_types(dtype,
-                               torch.float32), torch.float32 if dtype == torch.float16 else dtype
+    gemm = torch.float32 if dtype == torch.float16 else dtype
+    return torch.promote_types(dtype, torch.float32), gemm
 
 
 class _ChunkedLogProb(torch.autograd.Function):
@@ -408,11 +400,11 @@ def _sweep(h, weight, tokens, inv_t, scratch, want_gradient, want_entropy):
     rest = torch.sigmoid(-odds)  # 1 - p_y, without cancellation
     logp, entropy = F.logsigmoid(odds), torch.zeros_like(own)
     if want_entropy:  # chain rule: first "y or another?", then which other
-        entropy = -logp.exp() * logp + torch.special.entr(rest) + rest * (total.log()
-                                                                          - moment / total)
-    gradient = acc.div_(-total[:, None]).add_(own_row).mul_((rest
-                                                             * inv_t)[:,
-                                                                      None]) if want_gradient else None
+        others = total.log() - moment / total
+        entropy = -logp.exp() * logp + torch.special.entr(rest) + rest * others
+    if not want_gradient:
+        return logp, entropy, anchor, peak, total, None
+    gradient = acc.div_(-total[:, None]).add_(own_row).mul_((rest * inv_t)[:, None])
     return logp, entropy, anchor, peak, total, gradient
 
 
@@ -433,9 +425,8 @@ def _logits(h, w, anchor, inv_t, scratch):
 def _fill_label(z, label, value):
     """z[i, label[i]] = value wherever that column is in the tile z [n, k]; without a
     synchronisation."""
-    at, inside = label.clamp(0, z.shape[1] - 1)[:,
-                                                None], ((label >= 0) & (label < z.shape[1]))[:,
-                                                                                             None]
+    at = label.clamp(0, z.shape[1] - 1)[:, None]  # [n, 1]
+    inside = ((label >= 0) & (label < z.shape[1]))[:, None]
     z.scatter_(1, at, torch.where(inside, value, z.gather(1, at)))
 
 
@@ -463,18 +454,19 @@ def _weight_gradient(grad, hidden, weight, tokens, logp, anchor, peak, total, ke
     if len(dead):
         factor, hidden = factor.index_fill(0, dead, 0), hidden.index_fill(0, dead, 0)
     out = torch.empty_like(weight)
-    scratch = hidden.new_empty(min(rows, len(hidden)) * _tile(weight),
-                               dtype=wide) if kept is None else None
+    size = min(rows, len(hidden)) * _tile(weight) if kept is None else 0
+    scratch = hidden.new_empty(size, dtype=wide)
     for v in range(0, len(weight), _tile(weight)):
         w = weight[v:v + _tile(weight)].to(gemm)
         acc = torch.zeros_like(w, dtype=wide)
         for r in range(0, len(hidden), rows):
             r = slice(r, r + rows)
             h = hidden[r].to(gemm)
-            e = _logits(h, w, anchor[r], inv_t,
-                        scratch).sub_(peak[r, None]).exp_() if kept is None else kept[r]
             if kept is None:
+                e = _logits(h, w, anchor[r], inv_t, scratch).sub_(peak[r, None]).exp_()
                 _fill_label(e, tokens[r] - v, -total[r, None])
+            else:
+                e = kept[r]
             _add_product(acc, e.to(gemm).t(), (factor[r, None] * h).to(gemm))
         out[v:v + len(w)] = acc
     return out

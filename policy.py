@@ -2,11 +2,10 @@
 student.
 
     1  Policy       a model, its tokenizer, and the chat template taken apart into token ids
-    2  generation   a KV cache for a batch of growing sequences, and a sampler whose randomness is
-    counted 3  scoring      log-probs of the tokens that were sampled, with and without gradient
+    2  generation   a KV cache for a batch of growing sequences; a sampler with counted randomness
+    3  scoring      log-probs of the tokens that were sampled, with and without gradient
     4  reference    the frozen policy of the KL term, without a second copy of a large model
-    5  loading      a base in 32, 16 or 4 bits, LoRA adapters; what does not fit is refused in one
-    sentence
+    5  loading      a base in 32, 16 or 4 bits, LoRA adapters; what does not fit is refused
 
 Left out: a separate inference engine (generation is ordinary forward passes, so what is sampled is
 what is trained), several cards, sliding-window attention, heads that change their logits. Functions
@@ -74,7 +73,8 @@ class Policy:
                 return sum((self.encode(part) for part in _cut_inside(text, word)), [])
         # Half a surrogate pair, which JSON can carry, is no text for a tokenizer.
         text = text.encode("utf-8", "replace").decode()
-        return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        return self.tokenizer(text, add_special_tokens=False,
+                              split_special_tokens=True)["input_ids"]
 
     def decode(self, ids: list[int]) -> str:
         """The text of sampled ids, without control tokens."""
@@ -422,11 +422,9 @@ def model_config(path: str):
     except Exception as error:
         reason = str(error).splitlines()[0]
         if "couldn't connect" in reason:
-            reason = (f"the Hugging Face hub cannot be reached and it is not in the cache; "
-                      f"download it "
-                      f"where there is a network ('hf download {path}'), give --model a folder, or "
-                      f"use "
-                      "--model tiny.")
+            reason = ("the Hugging Face hub cannot be reached and it is not in the cache; download "
+                      f"it where there is a network ('hf download {path}'), give --model a folder, "
+                      "or use --model tiny.")
         raise ValueError(f"cannot load the model {path!r}: {reason}") from error
 
 
@@ -441,8 +439,7 @@ def adapter_config(folder: Path) -> dict | None:
             return config
         raise KeyError("base_model_name_or_path")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{str(folder)!r} is not a LoRA adapter folder: its adapter_config.json is "
+        raise ValueError(f"{str(folder)!r} is no LoRA adapter folder: its adapter_config.json is "
                          "broken, or names no base.") from error
 
 
@@ -530,8 +527,7 @@ def _refuse_other_models(model, path: str) -> None:
     for name in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
         if getattr(model.config, name, None) not in (None, 1, 1.0):
             raise ValueError(f"{path!r} changes its logits by {name}; seed_mini scores hidden @ "
-                             f"head.T "
-                             "/ temperature only.")
+                             "head.T / temperature only.")
     if any(type(layer) is not DynamicLayer for layer in DynamicCache(config=model.config).layers):
         raise ValueError(f"{path!r} has layers without full attention (a sliding window, say); the "
                          "cache of seed_mini's generation knows full attention only.")
@@ -574,8 +570,7 @@ def _put_adapter(model, folder: Path, trainable: bool):
     config, check = PeftConfig.from_pretrained(folder), folder / "seed_mini.json"
     if config.peft_type != "LORA":
         raise ValueError(f"the adapter {str(folder)!r} is of type {config.peft_type}; seed_mini "
-                         f"knows "
-                         "LoRA only.")
+                         "knows LoRA only.")
     modules = dict(model.named_modules())
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     tied = head.weight is embedding.weight
@@ -583,8 +578,7 @@ def _put_adapter(model, folder: Path, trainable: bool):
         saved = any(name.endswith(part) for part in config.modules_to_save or ())
         if config.trainable_token_indices or saved or check_target_module_exists(config, name):
             why = ("head and embedding are one tied matrix in this model, and an adapter on one "
-                   "silently "
-                   "changes or misses the other" if tied else
+                   "silently changes or misses the other" if tied else
                    "log-probs are computed from the frozen head, so it would have no effect")
             raise ValueError(f"the adapter {str(folder)!r} changes {name}: {why}.")
     with safe_open(folder / "adapter_model.safetensors", "pt") as f:
@@ -600,5 +594,4 @@ def _put_adapter(model, folder: Path, trainable: bool):
             loaded.peft_config["default"].base_model_name_or_path = model.name_or_path
             return loaded
     raise ValueError(f"the adapter {str(folder)!r} was made for {config.base_model_name_or_path!r} "
-                     f"and "
-                     f"does not fit {model.name_or_path!r}.")
+                     f"and does not fit {model.name_or_path!r}.")
