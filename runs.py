@@ -1147,7 +1147,8 @@ def check_config(cfg) -> None:
         """The options of these names that are given."""
         return [(n, getattr(cfg, n)) for n in names if getattr(cfg, n) is not None]
 
-    envs.settings_of(envs.find(cfg.env), cfg.env_args)
+    # Made, not only read: a world refuses bad values of its settings itself.
+    envs.make(envs.find(cfg.env), cfg.env_args)
     for name, allowed in CHOICES.items():
         value, known = getattr(cfg, name), ", ".join(str(a) for a in allowed if a)
         need(value in allowed, f"--{name} {value!r} is not one of {known}.")

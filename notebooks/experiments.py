@@ -3,7 +3,7 @@
     python notebooks/experiments.py curves             # GRPO vs SEED: 8 seeds, both arms from their seed's own Stage 1
     python notebooks/experiments.py ablations          # 3 seeds: what is left when a part of SEED is taken out
     python notebooks/experiments.py sensitivity        # 3 seeds: lambda_opd and beta_opd, one changed at a time
-    python notebooks/experiments.py curves --quick     # a trial of minutes: same code, far too small to say anything
+    python notebooks/experiments.py curves --quick     # a trial of minutes: far too small to say anything
     python notebooks/experiments.py curves --tuning    # other seeds, other houses: where settings are chosen
     python notebooks/experiments.py curves --list      # print the command of every run that is missing, run nothing
 
@@ -41,20 +41,20 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 
-import envs
 import seed_mini
-import skills
+from environments import alfworld
+from runs import git_commit, read_jsonl
 
 # ------------------------------------------------------------------------------------------------------------------
 # 1. Which runs
 # ------------------------------------------------------------------------------------------------------------------
 # Settings are chosen on TUNING's seeds and houses and reported on these; never the other way round.
 SEEDS, FEW = tuple(range(8)), 3  # FEW: how many of them the ablations and the sensitivity use
-COMMON = dict(games="generated", games_seed=0, eval_splits=["valid_seen", "valid_unseen"], threads=1, workers=1)
-TUNING = dict(seeds=(100, 101, 102), settings=dict(games_seed=1))
+COMMON = dict(env_args=["games=generated"], task_seed=0, eval_splits=["valid_seen", "valid_unseen"], threads=1, workers=1)
+TUNING = dict(seeds=(100, 101, 102), settings=dict(task_seed=1))
 QUICK = dict(seeds=(0, 1), settings=dict(  # Stage 1 of 120 small steps: just enough for skills that parse
     sft_tasks=20, sft_rollouts=4, sft_batch=4, sft_epochs=6, updates=5, tasks_per_update=3, group_size=4,
-    eval_every=1, eval_games=24))
+    eval_every=1, eval_tasks=24))
 EXPERIMENTS = ("curves", "ablations", "sensitivity")
 
 
@@ -68,8 +68,9 @@ def arms_of(experiment: str) -> dict[str, dict]:
     if experiment == "curves":
         return {"grpo": dict(method="grpo"), "seed": {}}
     if experiment == "ablations":
-        return {"no_sft": dict(no_sft=True), "no_opd": dict(no_opd=True), "static": dict(static_skills=True),
-                "shuffled": dict(shuffle_skills=True), "grpo_no_sft": dict(method="grpo", no_sft=True)}
+        return {"no_sft": dict(ablate="no_sft"), "no_opd": dict(ablate="no_opd"),
+                "static": dict(ablate="static"), "shuffled": dict(ablate="shuffle"),
+                "grpo_no_sft": dict(method="grpo", ablate="no_sft")}
     middle = seed_mini.PROFILES["tiny"]["lambda_opd"]
     values = [("lambda_opd", float(f"{factor * middle:.2g}")) for factor in (1 / 3, 3)]
     values += [("beta_opd", 0.0), ("beta_opd", 20.0)]
@@ -84,18 +85,31 @@ def digest(data: bytes) -> str:
 # Not settings: which run it is, where it lies, how it was started.
 BOOKKEEPING = {"name", "out", "seed", "eval", "resume", "overwrite", "sft_from", "debug"}
 assert BOOKKEEPING <= {f.name for f in dataclasses.fields(seed_mini.Config)}
+# Settings that are no options.
+CONSTANTS = dict(weight_decay=seed_mini.WEIGHT_DECAY, max_grad_norm=seed_mini.MAX_GRAD_NORM)
 
 
 def shared_settings(settings: dict) -> dict:
     """Every option that all arms share, resolved through the profile: what `settings` really means today."""
     config = dataclasses.asdict(seed_mini.resolve(seed_mini.Config(**settings)))
-    return {k: v for k, v in config.items() if k not in BOOKKEEPING}
+    return {k: v for k, v in config.items() if k not in BOOKKEEPING} | CONSTANTS
+
+
+def todays_names(shared: dict) -> dict:
+    """Shared settings of kept records under today's names: until commit eec99fb some options had others."""
+    if "games" not in shared:
+        return shared
+    old = {"games", "games_seed", "show_admissible", "train_games", "eval_games", "no_sft", "no_opd", "static_skills", "shuffle_skills"}
+    return {k: v for k, v in shared.items() if k not in old} | dict(
+        env_args=[f"games={shared['games']}", f"list_actions={shared['show_admissible']}"],
+        task_seed=shared["games_seed"], train_tasks=shared["train_games"], eval_tasks=shared["eval_games"],
+        ablate="")
 
 
 def identity(settings: dict) -> dict:
     """What must be the same in all records of a file: hash of the shared settings, hash of the base's weights."""
     return dict(settings_hash=digest(json.dumps(shared_settings(settings), sort_keys=True).encode()),
-                base=digest((seed_mini.TINY / "model.safetensors").read_bytes()))
+                base=digest((seed_mini.TINY / "alfworld" / "model.safetensors").read_bytes()))
 
 
 def command(name: str, options: dict, folder: Path) -> list[str]:
@@ -112,7 +126,7 @@ def options_of(arm: str, changes: dict, seed: int, settings: dict, folder: Path)
     """All options of one run; the arm "start" is Stage 1 alone, which the other arms of its seed continue."""
     if arm == "start":
         changes = dict(updates=0)
-    elif "no_sft" not in changes:
+    elif changes.get("ablate") != "no_sft":
         changes = changes | dict(sft_from=folder / f"start-s{seed}")
     return settings | dict(seed=seed) | changes
 
@@ -133,23 +147,27 @@ def lost(lines: list[dict]) -> dict[str, int]:
     """What the environment, not the policy, brought to its end, by counter: such episodes count as not won."""
     total = Counter()
     for line in lines:
-        total.update({k: n for k, n in line.get("counters", {}).items() if n and k.startswith(("env ", "game "))})
+        total.update({k: n for k, n in line.get("counters", {}).items() if n and k.startswith(("env ", "task "))})
     return dict(total)
 
 
 def evaluation(line: dict) -> dict:
-    """An evaluation, small, but enough for any interval: who won which game, in the order of the sorted game ids."""
-    ids = sorted(line["games"])
-    return dict(wins=line["wins"], n=line["n"], by_type={t: [v["wins"], v["n"]] for t, v in line["by_type"].items()},
-                won="".join("01"[line["games"][i]] for i in ids), ids=digest("\n".join(ids).encode()),
+    """An evaluation, small, but enough for any interval: who won which game, in the order of the sorted game ids.
+
+    "by_type" and "games_seed" are the records' own words, older than the log's "by_kind" and "task_seed": so that
+    one reader reads all records.
+    """
+    ids = sorted(line["tasks"])
+    return dict(wins=line["wins"], n=line["n"], by_type={t: [v["wins"], v["n"]] for t, v in line["by_kind"].items()},
+                won="".join("01"[line["tasks"][i]] for i in ids), ids=digest("\n".join(ids).encode()),
                 invalid=short(line["invalid_action_rate"]), lost=lost([line]))
 
 
 def on_task(line: dict) -> bool:
     """Whether a skill names the object and the place of its episode's task: is it at least about the right things?"""
-    if not line["task"]:  # died before its task was known
+    if not line["goal"]:  # died before its task was known
         return False
-    info = skills.parse_task(line["task"])
+    info = alfworld.parse_task(line["goal"])
     return {info.object, info.target} <= set(re.findall(r"\w+", line["skill"]))
 
 
@@ -157,8 +175,9 @@ def quoted(lines: list[dict]) -> dict:
     """Of the skills of one update: counts, and up to two different ones each of won and of lost episodes, verbatim."""
     picks, ok = [], [s for s in lines if s["skill"]]
     for outcome in (True, False):
-        texts = {s["skill"]: s for s in sorted(ok, key=lambda s: s["game_id"]) if s["won"] == outcome}
-        picks += [{k: short(s[k]) for k in ("task", "won", "skill", "delta_mean")} for s in list(texts.values())[:2]]
+        texts = {s["skill"]: s for s in sorted(ok, key=lambda s: s["task_id"]) if s["won"] == outcome}
+        picks += [dict(task=s["goal"], won=s["won"], skill=s["skill"], delta_mean=short(s["delta_mean"]))
+                  for s in list(texts.values())[:2]]
     return dict(n=len(lines), status=dict(Counter(s["status"] for s in lines)), distinct=len({s["skill"] for s in ok}),
                 words=short(sum(len(s["skill"].split()) for s in ok) / max(1, len(ok))),
                 on_task=sum(map(on_task, ok)), quotes=picks)
@@ -169,8 +188,8 @@ def collect(run: Path, about: dict) -> list[dict]:
     config = json.loads((run / "config.json").read_text())
     defaults = dataclasses.asdict(seed_mini.resolve(seed_mini.Config()))
     differs = {k: v for k, v in config.items() if k in defaults and k not in BOOKKEEPING and v != defaults[k]}
-    metrics, texts = (seed_mini.read_jsonl(run / f"{name}.jsonl") for name in ("metrics", "skills"))
-    about = about | dict(config=differs, updates=config["updates"], games_seed=config["games_seed"],
+    metrics, texts = (read_jsonl(run / f"{name}.jsonl") for name in ("metrics", "skills"))
+    about = about | dict(config=differs, updates=config["updates"], games_seed=config["task_seed"],
                          commit=config["git_commit"] + changes_since_commit())
     records, before = [], 0
     for at in dict.fromkeys(m["at"] for m in metrics if m["stage"] == "eval"):
@@ -191,7 +210,7 @@ def collect(run: Path, about: dict) -> list[dict]:
 
 def changes_since_commit() -> str:
     """"+changes" if the modules or the base are not as committed: a commit alone would then say the wrong thing."""
-    if not seed_mini.git_commit():  # no git, or no checkout
+    if not git_commit():  # no git, or no checkout
         return ""
     same = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", "*.py", "notebooks/tiny_base"], cwd=ROOT,
                           capture_output=True).returncode == 0
@@ -200,7 +219,7 @@ def changes_since_commit() -> str:
 
 def keep(path: Path, new: list[dict]) -> None:
     """Add the records of one run to the file, sorted. Written to a temporary name first: a kill leaves the old file."""
-    records = seed_mini.read_jsonl(path) + new
+    records = read_jsonl(path) + new
     records.sort(key=lambda r: (r["arm"], r["seed"], r["update"], r["at"]))
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
@@ -211,16 +230,16 @@ def keep(path: Path, new: list[dict]) -> None:
 def drift(records: list[dict], settings: dict) -> list[str]:
     """In which values the records' settings, or their base, differ from today's (options that are new: left out)."""
     now, base = shared_settings(settings), identity(settings)["base"]
-    then = {k: v for r in records for k, v in r.get("shared", {}).items()}
+    then = {k: v for r in records for k, v in todays_names(r.get("shared", {})).items()}
     out = [f"{k} was {v!r}, is {now[k]!r}" for k, v in then.items() if k in now and now[k] != v]
     return out + [f"the base was {b}, is {base}" for b in sorted({r["base"] for r in records} - {base})]
 
 
 def refuse_mixture(path: Path, settings: dict) -> None:
     """ValueError if the file holds records of other settings, or of another base, than those about to be made."""
-    records = seed_mini.read_jsonl(path)
+    records = read_jsonl(path)
     if any(r[k] != v for r in records for k, v in identity(settings).items()):
-        what = "; ".join(drift(records, settings)) or "an option that did not exist then"
+        what = "; ".join(drift(records, settings)) or "an option that did not exist then, or had another name"
         raise ValueError(f"{path.name} holds records of something else ({what}). Records are never mixed: move that "
                          "file away, or put the settings and the base back.")
 
@@ -230,7 +249,7 @@ def read(*names: str) -> list[dict]:
     for suffix in ("", ".trial"):
         files = [HERE / "data" / f"{name}{suffix}.jsonl" for name in names]
         if all(file.exists() for file in files):
-            return [record for file in files for record in seed_mini.read_jsonl(file)]
+            return [record for file in files for record in read_jsonl(file)]
     raise ValueError(f"no records of {', '.join(names)}: make them with python notebooks/experiments.py.")
 
 
@@ -275,10 +294,10 @@ def make(name: str, options: dict, folder: Path, lock: int, after: concurrent.fu
 
 def missing(experiment: str, seeds, path: Path) -> list[tuple[str, dict, int]]:
     """(arm, changes, seed) of the runs whose records are not in the file, and before them the Stage 1 they need."""
-    have = {(r["arm"], r["seed"]) for r in seed_mini.read_jsonl(path)}
+    have = {(r["arm"], r["seed"]) for r in read_jsonl(path)}
     arms = [(arm, changes, seed) for seed in seeds for arm, changes in arms_of(experiment).items()
             if (arm, seed) not in have]
-    starts = dict.fromkeys(seed for _, changes, seed in arms if "no_sft" not in changes)
+    starts = dict.fromkeys(seed for _, changes, seed in arms if changes.get("ablate") != "no_sft")
     return [("start", {}, seed) for seed in starts] + arms
 
 
@@ -297,7 +316,7 @@ def run_experiment(experiment: str, settings: dict, seeds, path: Path, runs: Pat
     failed, futures = [], {}
     with locked(ROOT / folder) as lock, concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         for arm, changes, seed in missing(experiment, seeds, path):  # first in, first out: nobody waits for a later one
-            after = None if arm == "start" or "no_sft" in changes else futures["start", seed]
+            after = None if arm == "start" or changes.get("ablate") == "no_sft" else futures["start", seed]
             options = options_of(arm, changes, seed, settings, folder)
             futures[arm, seed] = pool.submit(make, f"{arm}-s{seed}", options, folder, lock, after)
         names = {future: name for name, future in futures.items()}
@@ -310,7 +329,7 @@ def run_experiment(experiment: str, settings: dict, seeds, path: Path, runs: Pat
                     continue
                 about_run = about | dict(arm=arm, seed=seed, wall_seconds=future.result())
                 records = collect(ROOT / folder / f"{arm}-s{seed}", about_run | (whole if arm == "start" else {}))
-                if (arm, seed) not in {(r["arm"], r["seed"]) for r in seed_mini.read_jsonl(path)}:
+                if (arm, seed) not in {(r["arm"], r["seed"]) for r in read_jsonl(path)}:
                     keep(path, records)
                 won = ", ".join(f"{split} {e['wins']}/{e['n']}" for split, e in records[-1]["eval"].items())
                 say(f"{arm}-s{seed}: {won}" + (f" in {future.result() / 60:.1f} min" if future.result() else ""))
@@ -351,7 +370,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     say = lambda text: print(text, flush=True)
     try:
-        say(envs.find_games("generated", seed=settings["games_seed"])[1])  # made once, not by two runs at once
+        # made once, not by two runs at once
+        say(seed_mini.find_tasks(seed_mini.resolve(seed_mini.Config(**settings)))[2])
         failed = run_experiment(args.experiment, settings, seeds, path, runs, args.jobs, purpose, say)
     except ValueError as error:
         print(f"experiments: {error}", file=sys.stderr)

@@ -1,6 +1,8 @@
-"""A second, independent answer to the assignment, written as a student would: plain, and without this project's modules.
+"""A second, independent answer to the assignment, written as a student would: plain, and without
+this project's modules.
 
-It shows that the graders accept other code than ours, and it is what the mutants in test_assignment_kit.py are made from.
+It shows that the graders accept other code than ours, and it is what the mutants in
+test_assignment_kit.py are made from.
 """
 import ast
 import json
@@ -84,7 +86,8 @@ class LogProb(torch.autograd.Function):
                 rows = slice(start, start + ctx.rows_per_chunk)
                 change = -torch.softmax(chunk_logits(hidden[rows], weight, ctx.temperature), dim=1)
                 change[torch.arange(len(change)), labels[rows]] += 1
-                total += (change * grad[rows, None] / ctx.temperature).T @ hidden[rows].to(grad.dtype)
+                change = change * grad[rows, None] / ctx.temperature
+                total += change.T @ hidden[rows].to(grad.dtype)
             grad_weight = total.to(weight.dtype)
         return grad_hidden, grad_weight, None, None, None
 
@@ -130,7 +133,8 @@ def teacher_view(ids, sampled, cut, block):
 
 
 # -- 6
-def seed_loss(logp, old_logp, ref_logp, teacher_logp, advantages, mask, has_skill, *, clip_range, kl_coef, lambda_opd, beta_opd):
+def seed_loss(logp, old_logp, ref_logp, teacher_logp, advantages, mask, has_skill, *, clip_range,
+              kl_coef, lambda_opd, beta_opd):
     policy = policy_loss(logp, old_logp, advantages, mask, clip_range=clip_range)
     kl = masked_mean(kl_k3(logp, ref_logp), mask)
     opd = opd_loss(logp, teacher_logp, mask & has_skill[:, None], beta_opd)
