@@ -151,7 +151,8 @@ def close(got, expected):
     assert same, f"got {got}, expected {expected}"
 
 
-print("your file:", YOURS if YOURS.exists() else "not there yet: run  python tests/assignment/kit.py start")
+missing = "not there yet: run  python tests/assignment/kit.py start"
+print("your file:", YOURS if YOURS.exists() else missing)
 
 # %% [markdown]
 # ## Exercise 1 · Group-relative advantages
@@ -221,8 +222,8 @@ with sanity("group_advantages"):
 # importance ratio corrects for it. PPO's clip then bounds how far one batch may take it:
 #
 # $$\rho = e^{\ell_\theta - \ell_{\mathrm{old}}}, \qquad
-# L = -\,\mathrm{mean}_{\mathrm{mask}}\; \min\!\big(\rho A,\ \mathrm{clip}(\rho,\, 1-\epsilon,\,
-# 1+\epsilon)\, A\big)$$
+# L = -\,\mathrm{mean}_{\mathrm{mask}}\;
+# \min\!\big(\rho A,\ \mathrm{clip}(\rho,\, 1-\epsilon,\, 1+\epsilon)\, A\big)$$
 #
 # The minimum makes it pessimistic: the clip may take an improvement away, but never hides that
 # things got worse. Every token of an episode gets that episode's advantage.
@@ -252,8 +253,8 @@ def masked_mean(x, mask):
 
 
 def policy_loss(logp, old_logp, advantages, mask, *, clip_range=0.2):
-    """Clipped policy loss, a scalar tensor to minimise: -masked_mean(min(rho A, clip(rho, 1 -
-    clip_range, 1 + clip_range) A)).
+    """Clipped policy loss, a scalar tensor to minimise:
+    -masked_mean(min(rho A, clip(rho, 1 - clip_range, 1 + clip_range) A)).
 
     rho = exp(logp - old_logp). logp, old_logp, mask [B, T]; advantages [B], one per episode (B may
         equal T).
@@ -282,7 +283,8 @@ with sanity("policy_loss"):
     logp, advantages = torch.tensor([[1.5], [0.5]]).log(), torch.tensor([1.0, -1.0])
     close(mine().policy_loss(logp, old, advantages, torch.ones(2, 1)), -(1.2 - 0.8) / 2)
 with sanity("kl_k3"):
-    close(mine().kl_k3(torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -1.0]])), [[0.0, torch.e - 2]])
+    logp, ref_logp = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -1.0]])
+    close(mine().kl_k3(logp, ref_logp), [[0.0, torch.e - 2]])
 
 # %% [markdown]
 # **Question 2.** In the first step of an update the ratio is exactly 1: what is the clip for?
@@ -352,14 +354,13 @@ def logprob_forward(hidden, weight, labels, *, temperature=1.0, rows_per_chunk=2
     """Log-probability of one token per row, log softmax(hidden @ weight.T / temperature)[labels],
     [N], without gradient.
 
-    hidden [N, H] and weight [V, H]: both float64, float32 or bfloat16; labels [N]: integers in [0,
-        V).
-    Returns float64 for float64, else float32; all sums run in that dtype. Logits may be as large as
-        1e4.
-    Memory: never more than a few [rows_per_chunk, V] tensors at once; [N, V] numbers never exist. N
-        need be no multiple of
-    rows_per_chunk, nor at least as large. Raises ValueError for a label outside [0, V), such as the
-        -100 of other libraries.
+    hidden [N, H] and weight [V, H]: both float64, float32 or bfloat16;
+    labels [N]: integers in [0, V).
+    Returns float64 for float64, else float32; all sums run in that dtype.
+    Logits may be as large as 1e4.
+    Memory: never more than a few [rows_per_chunk, V] tensors at once; [N, V] numbers never exist.
+    N need be no multiple of rows_per_chunk, nor at least as large.
+    Raises ValueError for a label outside [0, V), such as the -100 of other libraries.
     """
     raise NotImplementedError
 
@@ -369,9 +370,8 @@ def chunked_logprob(hidden, weight, labels, *, temperature=1.0, rows_per_chunk=2
     it requires one).
 
     Cost, counted in passes over weight (one pass = 2 N H V FLOP of matrix products): forward and
-        backward together 2 if only hidden requires
-    a gradient, at most 4 with weight. Memory as in logprob_forward, plus what backward needs: a few
-        [N, H].
+        backward together 2 if only hidden requires a gradient, at most 4 with weight.
+    Memory as in logprob_forward, plus what backward needs: a few [N, H].
     Gradients have their tensor's dtype; sums run in float32 or better and are rounded once, at the
         end.
     """
@@ -431,8 +431,8 @@ def confidence_gate(teacher_logp, student_logp, beta):
 
 
 def opd_loss(logp, teacher_logp, mask, beta):
-    """On-policy distillation loss, a scalar tensor to minimise: masked_mean(g (teacher_logp -
-    logp)) with the gate g.
+    """On-policy distillation loss, a scalar tensor to minimise:
+    masked_mean(g (teacher_logp - logp)) with the gate g.
 
     logp, teacher_logp [B, T]; mask [B, T]: 1 on sampled tokens of episodes that have a usable
         skill. The mean is over these tokens.
@@ -468,8 +468,8 @@ with sanity("opd_loss"):
 # two keys:
 #
 # ```json
-# {"episode_summary": "Lost: moved the mug before it was treated.", "episode_skill": "Do not move
-# the mug to the shelf before you heat it."}
+# {"episode_summary": "Lost: moved the mug before it was treated.",
+#  "episode_skill": "Do not move the mug to the shelf before you heat it."}
 # ```
 #
 # **Reading.** In SEED the analyzer is the policy itself, and language models decorate: code fences,
@@ -559,9 +559,8 @@ with sanity("teacher_view"):
 # then minimise
 #
 # $$L_{\mathrm{SEED}} =
-# \underbrace{L_{\mathrm{PG}} + \beta_{\mathrm{KL}}\, \mathrm{mean}\, k_3}_{\text{all sampled
-# tokens}} + \lambda_{\mathrm{OPD}}\, \underbrace{L_{\mathrm{OPD}}}_{\text{tokens of episodes with a
-# skill}}$$
+# \underbrace{L_{\mathrm{PG}} + \beta_{\mathrm{KL}}\, \mathrm{mean}\, k_3}_{\text{all sampled tokens}}
+# + \lambda_{\mathrm{OPD}}\, \underbrace{L_{\mathrm{OPD}}}_{\text{tokens of episodes with a skill}}$$
 #
 # `tests/assignment/training.py` (100 lines: read it) puts your functions where the project has its
 # own and trains the tiny base on four games: a model of under a million parameters, on the real
@@ -572,13 +571,13 @@ with sanity("teacher_view"):
 # ---- Exercise 6 ----------------------------------------------------------------------------------
 def seed_loss(logp, old_logp, ref_logp, teacher_logp, advantages, mask, has_skill, *, clip_range,
               kl_coef, lambda_opd, beta_opd):
-    """SEED's joint loss, a scalar tensor to minimise:  policy_loss + kl_coef * mean k3 + lambda_opd
-    * opd_loss.
+    """SEED's joint loss, a scalar tensor to minimise:
+    policy_loss + kl_coef * mean k3 + lambda_opd * opd_loss.
 
     logp, old_logp, ref_logp, teacher_logp [B, T]; advantages [B]; mask [B, T] bool: sampled tokens;
-        has_skill [B] bool: whether the episode
-    has a usable skill. Policy loss and KL are means over all sampled tokens, the OPD loss over
-        those of episodes with a skill.
+        has_skill [B] bool: whether the episode has a usable skill.
+    Policy loss and KL are means over all sampled tokens, the OPD loss over those of episodes with a
+        skill.
     The gradient goes to logp alone. Use your own functions.
     """
     raise NotImplementedError
@@ -608,7 +607,8 @@ with sanity("training"):
     import training
     curve = training.train(mine(), say=print)
     figure, axes = plt.subplots(1, 2, figsize=(9, 3))
-    for axis, key, label in zip(axes, ("success", "delta"), ("won episodes (share)", "mean Delta (nats per token)")):
+    labels = {"success": "won episodes (share)", "delta": "mean Delta (nats per token)"}
+    for axis, (key, label) in zip(axes, labels.items()):
         axis.plot([line["update"] for line in curve], [line[key] for line in curve], marker="o")
         axis.set(xlabel="update", ylabel=label)
     figure.tight_layout()

@@ -9,10 +9,7 @@ expert, a plan, hindsight) is skipped, with its name.
 import inspect
 import json
 import math
-import os
 import random
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
@@ -23,7 +20,7 @@ import pytest
 import envs
 import seed_mini as sm
 import skills
-from envs import Episode, Step, Task
+from envs import Episode, Step
 from runs import Pool
 
 ROOT = Path(envs.__file__).parent
@@ -74,9 +71,12 @@ def needs(world, part):
         pytest.skip(f"this world has no {part}()")
 
 
-def travelled(task):
-    """A task after its journey to a worker."""
-    return Task(**json.loads(json.dumps(asdict(task))))
+def reread(thing):
+    """A task as it arrives in a worker, an episode as rollouts.jsonl gives it back."""
+    data = json.loads(json.dumps(asdict(thing)))
+    if isinstance(thing, Episode):
+        data["steps"] = [Step(**s) for s in data["steps"]]
+    return type(thing)(**data)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -92,40 +92,38 @@ def check_info(info):
     assert json.loads(json.dumps(info)) == info, "info is not plain JSON"
 
 
+def start(env, task):
+    """env.reset, and a look at what comes back."""
+    observation, info = env.reset(task)
+    check_info(info)
+    assert isinstance(observation, str) and info["valid"] and not info["won"]
+    return observation, info
+
+
 def step(env, action):
-    """env.step, and a look at what comes back."""
+    """env.step, likewise: (result, whether the episode is over)."""
     observation, reward, terminated, truncated, info = result = env.step(action)
     check_info(info)
     assert isinstance(observation, str) and math.isfinite(reward)
     assert isinstance(terminated, bool) and isinstance(truncated, bool)
-    return result
-
-
-def start(env, task):
-    observation, info = env.reset(task)
-    check_info(info)
-    assert isinstance(observation, str) and info["valid"] and not info["won"]
-    return info
+    return result, terminated or truncated
 
 
 def trace(env, task, actions):
     """All that an environment says to these actions."""
-    seen = [env.reset(task)]
-    for action in actions:
-        seen.append(env.step(action))
-        if seen[-1][2] or seen[-1][3]:
-            break
+    seen, over = [start(env, task)], False
+    while not over and len(seen) <= len(actions):
+        result, over = step(env, actions[len(seen) - 1])
+        seen.append(result)
     return json.loads(json.dumps(seen))
 
 
 def scripts(world, task):
     """Ways to play a task: ten actions at random, and the expert's."""
-    rng, walk, info = random.Random(task.id), [], start(world.player, task)
-    for _ in range(10):
+    rng, walk, over, info = random.Random(task.id), [], False, start(world.player, task)[1]
+    while not over and len(walk) < 10:
         walk.append(rng.choice(info["actions"] or world.words))
-        _, _, terminated, truncated, info = step(world.player, walk[-1])
-        if terminated or truncated:
-            break
+        (*_, info), over = step(world.player, walk[-1])
     return [walk, *filter(None, [world.env.expert(task)])]
 
 
@@ -207,7 +205,7 @@ def test_tasks_are_the_same_for_the_same_seed_and_splits_share_none(any_world):
     assert len({task.id for task in every}) == len(every), "two tasks have one id"
     assert all(task.split == split for split in tasks for task in tasks[split])
     assert {task.kind for task in every} <= set(any_world.env.kinds or [t.kind for t in every])
-    assert list(map(travelled, every)) == every, "a task does not survive JSON"
+    assert list(map(reread, every)) == every, "a task does not survive JSON"
     owner = {}
     for task in every:
         spec = json.dumps(task.spec, sort_keys=True)
@@ -225,20 +223,19 @@ def test_reset_gives_the_same_episode_again_and_elsewhere(any_world):
             trace(player, task, script[:len(script) // 2])
             assert trace(player, task, script) == first, "what was played before made a difference"
             fresh = another(any_world)
-            assert trace(fresh, travelled(task), script) == first, "a new instance differs"
+            assert trace(fresh, reread(task), script) == first, "a new instance differs"
             fresh.close()
 
 
 def test_no_text_raises(any_world):
     env, rng, player = any_world.env, random.Random(0), any_world.player
     for task in any_world.sample[::3]:
-        pieces = [*ODD[2:], start(player, task)["goal"], *any_world.words, "<action>", " "]
+        pieces = [*ODD[2:], start(player, task)[1]["goal"], *any_world.words, "<action>", " "]
         mixed = ["".join(rng.choices(pieces, k=3))[:20_000] for _ in range(60)]
         for text in ODD + mixed:
             for action in (text, env.parse(text)):
                 assert isinstance(action, str)
-                _, _, terminated, truncated, _ = step(player, action)
-                if terminated or truncated:
+                if step(player, action)[1]:
                     start(player, task)
 
 
@@ -248,22 +245,24 @@ def test_an_invalid_action_changes_nothing(any_world):
         invalid = []
         for text in ODD:
             start(player, task)
-            invalid += [text] * (not step(player, text)[-1]["valid"])
+            invalid += [text] * (not step(player, text)[0][-1]["valid"])
         for script in scripts(any_world, task):
-            disturbed, info, after = [player.reset(task)], start(player, task), None
+            plain = trace(player, task, script)
+            info, stopped = start(player, task)[1], False
             for n, action in enumerate(script):
                 for text in invalid[n % 3::3]:
-                    _, reward, terminated, truncated, after = step(player, text)
+                    (_, reward, *_, after), over = step(player, text)
+                    # Here the text means something, so this way ends.
+                    if stopped := after["valid"]:
+                        break
                     # The penalty is the trainer's.
-                    assert (reward, terminated, truncated) == (0, False, False) or after["valid"]
-                    assert after["valid"] or {**after, "valid": info["valid"]} == info
-                # In this place the text means something.
-                if after and after["valid"]:
+                    assert reward == 0 and not over
+                    assert {**after, "valid": info["valid"]} == info
+                if stopped:
                     break
-                disturbed.append(step(player, action))
-                info = disturbed[-1][-1]
-            plain = trace(player, task, script)
-            assert json.loads(json.dumps(disturbed)) == plain[:len(disturbed)]
+                result = step(player, action)[0]
+                assert json.loads(json.dumps(result)) == plain[n + 1]
+                info = result[-1]
 
 
 TAGGED = "<think>So be it.</think>\n<action>{}</action>"
@@ -286,7 +285,7 @@ def test_the_expert_wins_and_its_actions_survive_the_parser(any_world, pattern):
 def test_the_prompt_ends_its_first_half_with_the_goal(any_world):
     env = any_world.env
     for task in any_world.sample:
-        observation, info = any_world.player.reset(task)
+        observation, info = start(any_world.player, task)
         for think in (False, True):
             before, after = env.prompt(info["goal"], observation, think=think,
                                        actions=info["actions"])
@@ -305,7 +304,7 @@ def one_short_line(text):
 def test_a_plan_is_one_short_line_from_the_task_alone(any_world):
     needs(any_world, "plan")
     plans = [one_short_line(any_world.env.plan(task)) for task in any_world.sample]
-    assert any(plans) and plans == [another(any_world).plan(travelled(t)) for t in any_world.sample]
+    assert any(plans) and plans == [another(any_world).plan(reread(t)) for t in any_world.sample]
 
 
 def test_hindsight_is_one_short_line_from_the_episode_alone(any_world):
@@ -316,12 +315,6 @@ def test_hindsight_is_one_short_line_from_the_episode_alone(any_world):
         pairs = [tuple(map(one_short_line, any_world.env.hindsight(e))) for e in episodes]
         assert any(skill for _, skill in pairs), f"no skill for episodes with won={episodes[0].won}"
         assert pairs == [tuple(another(any_world).hindsight(e)) for e in map(reread, episodes)]
-
-
-def reread(episode):
-    """An episode as rollouts.jsonl gives it back."""
-    data = json.loads(json.dumps(asdict(episode)))
-    return Episode(**{**data, "steps": [Step(**s) for s in data["steps"]]})
 
 
 def test_workers_play_as_this_process_does(any_world):

@@ -406,7 +406,8 @@ def test_losses(check):
 # 2. What the kernel promises beyond its values: sweeps, memory, manners
 # --------------------------------------------------------------------------------------------------
 class GemmFlop(TorchDispatchMode):
-    """Adds up 2 m k n over every matrix product [m, k] @ [k, n], in place or not (torch's own counter misses addmm_)."""
+    """Adds up 2 m k n over every matrix product [m, k] @ [k, n], in place or not (torch's own
+    counter misses addmm_)."""
 
     flop = 0
 
@@ -444,7 +445,8 @@ def test_number_of_sweeps(monkeypatch, trainable, gradient, budget, sweeps):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_memory_is_one_chunk_and_one_row_per_token(dtype, request):
-    """Peak extra bytes <= rows x (6 or 4 tile + 12 H) + one [N, H]; 16 times the vocabulary costs nothing more."""
+    """Peak extra bytes <= rows x (6 or 4 tile + 12 H) + one [N, H]; 16 times the vocabulary costs
+    nothing more."""
     request.addfinalizer(lambda threads=torch.get_num_threads(): torch.set_num_threads(threads))
     # a GEMM library takes scratch per thread, and that is not what is measured here
     torch.set_num_threads(1)

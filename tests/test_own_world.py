@@ -119,7 +119,7 @@ WRONG = [
     (["--env", "./empty.py"], r"--env \./empty\.py: empty\.py has no `class Env\(envs\.Env\)`"),
     (["--env", "./other.py"], r"other\.py has no `class Env\(envs\.Env\)`"),
     (["--env", "./broken.py"], r"broken\.py cannot be imported \(SyntaxError"),
-    (["--env", "guess", "--env_args", "top"], r"--env_args 'top': the settings of guess are top=30"),
+    (["--env", "guess", "--env_args", "top"], r"_args 'top': the settings of guess are top=30"),
     (["--env", "guess", "--env_args", "size=3"], r"'size=3': the settings of guess are top=30"),
     (["--env", "guess", "--env_args", "top=high"], r"top must be int, not 'high'"),
     (["--env", "alfworld", "--env_args", "list_actions=maybe"], r"must be bool, not 'maybe'"),
@@ -184,6 +184,5 @@ def test_without_alfworlds_engine_all_but_playing_it_works(folder, tmp_path):
     command = [sys.executable, "-c", BLOCKED, "--env", "alfworld", "--env_args", "games=generated"]
     done = subprocess.run([*command, "--out", "runs"], cwd=tmp_path, capture_output=True, text=True,
                           timeout=120, env=surroundings)
-    assert done.returncode == 2 and not done.stdout, done.stdout + done.stderr
-    last = done.stderr.splitlines()[-1]
-    assert last.startswith("seed_mini: ") and "blocked" in last and "Traceback" not in done.stderr
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert re.fullmatch(r"seed_mini: .*blocked.*\n", done.stderr), done.stderr
