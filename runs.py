@@ -5,7 +5,8 @@
     3  the folder   Run: logs, checkpoints, exact resume; its files
     4  reports      progress lines, warnings, curves, report
     5  memory       what a run needs on a card, and what a card has room for
-    6  the border   bad options are refused here, with one sentence each
+    6  endpoint     Stage 1's analyzer as a server: retries, limits, and no secret in a message
+    7  the border   bad options are refused here, with one sentence each
 
 Functions that take `cfg` want seed_mini's options, `rolls` its Rollouts, `scores` its Scores: this
 module imports neither, so the arrow goes one way.
@@ -22,16 +23,21 @@ import hashlib
 import json
 import math
 import os
+import re
 import select
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import weakref
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 import numpy as np
 import torch
@@ -1123,7 +1129,146 @@ def dry_run(cfg, path: str) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# 6. The border: bad options
+# 6. The endpoint: any OpenAI-compatible server, through huggingface_hub's client
+# --------------------------------------------------------------------------------------------------
+# Of one HTTP answer.
+MAX_BODY_BYTES = 4_000_000
+# Seconds; a longer Retry-After is not waited for in full.
+MAX_WAIT = 120.0
+# Prompts in a row without an answer: the rest is not sent.
+DEAD_AFTER = 8
+
+
+def ask_endpoint(prompts: list[str], counters: Counter, *, model: str, base_url: str,
+                 api_key: str = "", concurrency: int = 4, tries: int = 5, timeout: float = 180.0,
+                 max_tokens: int = 1024, backoff: float = 1.0) -> list[str]:
+    """Ask a server for one greedy reply to each prompt; returns the raw texts in order, "" for no
+    reply.
+
+    429, 408, 5xx, timeouts, broken connections and answers that are no chat completion are tried
+    `tries` times in all, after backoff * 2^k seconds or what Retry-After says. `timeout` (seconds)
+    bounds the wait for an answer to begin, and again for it to end. Every failure is counted by
+    kind in `counters`.
+
+    Raises RuntimeError for 401, 403 and 404 (every other request would fail alike), ValueError for
+    a base_url or key that cannot be sent. No message holds the key, nor any text of the server,
+    which may quote the key.
+    """
+    # Only this analyzer needs them.
+    from huggingface_hub import InferenceClient, get_session
+
+    host = urlsplit(base_url).hostname
+    if not base_url.startswith(("http://", "https://")) or not host or not model:
+        raise ValueError("the endpoint analyzer needs a base URL such as https://host/v1 and a "
+                         "model name")
+    if not api_key.isascii() or not api_key.isprintable() or " " in api_key:
+        raise ValueError("the analyzer's API key holds spaces, control or non-ASCII characters; it "
+                         "was not sent")
+    # The client appends /v1/chat/completions unless the path ends in /v1: wrong for servers at /v4.
+    # And for an empty key it would send the user's Hugging Face token to this server, hence the
+    # placeholder.
+    url = base_url.rstrip("/") + ("/chat/completions" if re.search(r"/v\d+/*$", base_url) else "")
+    client = InferenceClient(base_url=url, api_key=api_key or "none", timeout=timeout,
+                             headers={"accept-encoding": "identity"})
+    # Silent: prompts in a row without an answer.
+    stop, silent = threading.Event(), [0]
+
+    def ask(prompt):
+        """(the reply's text or "", what happened on the way) for one prompt, retries included."""
+        events = []
+        for attempt in range(tries):
+            if stop.is_set() or silent[0] >= DEAD_AFTER:
+                return "", events + ["prompt not sent"]
+            text, event, wait = _request(client, model, prompt, max_tokens)
+            events += [event] if event else []
+            if event in ("HTTP 401", "HTTP 403", "HTTP 404"):
+                stop.set()
+                hint = "base URL and the model's name" if event == "HTTP 404" else "API key"
+                raise RuntimeError(f"the analyzer endpoint at {host} answered {event}: check the "
+                                   f"{hint}")
+            if text is not None:
+                silent[0] = 0
+                return text, events
+            # This prompt is refused for good, by a server that works.
+            if wait is None:
+                return "", events + ["no reply"]
+            if attempt < tries - 1:
+                stop.wait(min(MAX_WAIT, max(wait, backoff * 2 ** attempt)))
+        silent[0] += 1
+        return "", events + ["no reply"]
+
+    # One session serves the whole hub library: hook the bound in, and out again
+    session = get_session()
+    hooks = session.event_hooks
+    session.event_hooks = hooks | {"response": [*hooks["response"],
+                                                lambda response: _bound_body(response, timeout)]}
+    try:
+        with ThreadPoolExecutor(concurrency) as pool:
+            try:
+                answers = list(pool.map(ask, prompts))
+            finally:
+                # On an error or Ctrl-C the waiting threads end now.
+                stop.set()
+    finally:
+        session.event_hooks = hooks
+    counters.update("endpoint " + event for _, events in answers for event in events)
+    return [text for text, _ in answers]
+
+
+def _request(client, model: str, prompt: str,
+             max_tokens: int) -> tuple[str | None, str, float | None]:
+    """One request -> (text or None, what to count or "", least seconds before another try or None
+    if there is no point)."""
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled
+    try:
+        choice = client.chat_completion([{"role": "user", "content": prompt}], model=model,
+                                        temperature=0.0, max_tokens=max_tokens).choices[0]
+        # TypeError if it is no text.
+        text, cut = "" + (choice.message.content or ""), choice.finish_reason == "length"
+        return text, "reply cut by the token limit" if cut else "", None
+    except OfflineModeIsEnabled:
+        raise RuntimeError(
+            "the analyzer endpoint cannot be asked while HF_HUB_OFFLINE is set") from None
+    except HfHubHTTPError as error:
+        status, after = error.response.status_code, error.response.headers.get("retry-after", "")
+        again = status in (408, 429) or status >= 500
+        return None, f"HTTP {status}", _retry_after(after) if again else None
+    # Timeouts, refused and broken connections, answers over the bound.
+    except HTTPError as error:
+        return None, type(error).__name__, 0.0
+    except (ValueError, TypeError, LookupError, AttributeError):
+        # Not UTF-8, not JSON, not a chat completion.
+        return None, "malformed answer", 0.0
+
+
+def _retry_after(header: str) -> float:
+    """Seconds that a Retry-After header asks for, as a number or an HTTP date; 0.0 if it says
+    nothing readable."""
+    try:
+        if header.strip().isdecimal():
+            return float(header)
+        return parsedate_to_datetime(header).timestamp() - time.time()
+    except (ValueError, TypeError, IndexError, OverflowError):
+        return 0.0
+
+
+def _bound_body(response, timeout: float) -> None:
+    """Read a chat answer here, bounded in bytes and seconds: a read timeout alone never ends a
+    server that sends a byte a minute, or for ever. Raises ReadError."""
+    # huggingface_hub's HTTP library.
+    import httpx2
+    if response.request.url.path.endswith("/chat/completions"):
+        body, deadline = bytearray(), time.monotonic() + timeout
+        for chunk in response.stream:
+            body += chunk
+            if len(body) > MAX_BODY_BYTES or time.monotonic() > deadline:
+                raise httpx2.ReadError("the answer is too large or too slow")
+        response.stream.close()
+        response.stream = httpx2.ByteStream(bytes(body))
+
+
+# --------------------------------------------------------------------------------------------------
+# 7. The border: bad options
 # --------------------------------------------------------------------------------------------------
 CHOICES = dict(method=("seed", "grpo"), analyzer=("rule", "endpoint"),
                tune=(None, "full", "lora", "qlora"),

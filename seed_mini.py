@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import math
@@ -380,12 +381,10 @@ def analyze_with(env: envs.Env, cfg: Config,
                  episodes: list[Episode]) -> tuple[list[skills.Reply], Counter]:
     """Skills by the Stage-1 analyzer: the world's rules, or the endpoint that stands for the
     paper's GLM-5.2. Its key is read from the environment only."""
-    server = {} if cfg.analyzer == "rule" else dict(
-        model=os.environ.get("SEED_ANALYZER_MODEL", ""),
-        base_url=os.environ.get("SEED_ANALYZER_URL", ""),
-        api_key=os.environ.get("SEED_ANALYZER_KEY", ""))
-    replies, counters = skills.analyze(env, episodes, cfg.analyzer, **server)
-    return replies, Counter(counters)
+    ask = functools.partial(runs.ask_endpoint, model=os.environ.get("SEED_ANALYZER_MODEL", ""),
+                            base_url=os.environ.get("SEED_ANALYZER_URL", ""),
+                            api_key=os.environ.get("SEED_ANALYZER_KEY", ""))
+    return skills.analyze(env, episodes, ask if cfg.analyzer == "endpoint" else None)
 
 
 def sft_sequences(policy: Policy, cfg: Config, rows: list[dict],

@@ -20,15 +20,10 @@ import ast
 import json
 import re
 import string
-import threading
-import time
 import unicodedata
 import warnings
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
-from email.utils import parsedate_to_datetime
 from typing import NamedTuple
-from urllib.parse import urlsplit
 
 from envs import Env, Episode
 
@@ -275,158 +270,24 @@ def _reply_from(value: object, mended: bool) -> Reply:
 
 
 # --------------------------------------------------------------------------------------------------
-# 4. The endpoint analyzer: any OpenAI-compatible server, through huggingface_hub's client
+# 4. One function in front of the analyzers, and Stage 1's rows
 # --------------------------------------------------------------------------------------------------
-MAX_BODY_BYTES = 4_000_000   # of one HTTP answer
-MAX_WAIT = 120.0             # seconds; a longer Retry-After is not waited for in full
-DEAD_AFTER = 8               # prompts in a row without an answer: the rest is not sent
-
-
-def endpoint_analyzer(env: Env, episodes: list[Episode], *, model: str, base_url: str,
-                      api_key: str = "", counters: Counter | None = None,
-                      concurrency: int = 4, tries: int = 5, timeout: float = 180.0,
-                      max_tokens: int = 1024,
-                      backoff: float = 1.0) -> list[str]:
-    """Ask a server for one greedy reply per episode; returns the raw texts in the order of the
-    episodes, "" for no reply.
-
-    429, 408, 5xx, timeouts, broken connections and answers that are no chat completion are tried
-    `tries` times in all, after backoff * 2^k seconds or what Retry-After says. `timeout` (seconds)
-    bounds the wait for an answer to begin, and again for it to end. Every failure is counted by
-    kind in `counters`.
-
-    Raises RuntimeError for 401, 403 and 404 (every other request would fail alike), ValueError for
-    a base_url or key that cannot be sent. No message holds the key, nor any text of the server,
-    which may quote the key.
-    """
-    from huggingface_hub import InferenceClient, get_session   # only this analyzer needs them
-
-    host, counters = urlsplit(base_url).hostname, Counter() if counters is None else counters
-    if not base_url.startswith(("http://", "https://")) or not host or not model:
-        raise ValueError("the endpoint analyzer needs a base URL such as https://host/v1 and a "
-                         "model name")
-    if not api_key.isascii() or not api_key.isprintable() or " " in api_key:
-        raise ValueError("the analyzer's API key holds spaces, control or non-ASCII characters; it "
-                         "was not sent")
-    # The client appends /v1/chat/completions unless the path ends in /v1: wrong for servers at /v4.
-    # And for an empty key it would send the user's Hugging Face token to this server, hence the
-    # placeholder.
-    url = base_url.rstrip("/") + ("/chat/completions" if re.search(r"/v\d+/*$", base_url) else "")
-    client = InferenceClient(base_url=url, api_key=api_key or "none", timeout=timeout,
-                             headers={"accept-encoding": "identity"})
-    stop, silent = threading.Event(), [0]   # silent: prompts in a row without an answer
-
-    def ask(prompt):
-        """(the reply's text or "", what happened on the way) for one prompt, retries included."""
-        events = []
-        for attempt in range(tries):
-            if stop.is_set() or silent[0] >= DEAD_AFTER:
-                return "", events + ["prompt not sent"]
-            text, event, wait = _request(client, model, prompt, max_tokens)
-            events += [event] if event else []
-            if event in ("HTTP 401", "HTTP 403", "HTTP 404"):
-                stop.set()
-                hint = "base URL and the model's name" if event == "HTTP 404" else "API key"
-                raise RuntimeError(f"the analyzer endpoint at {host} answered {event}: check the "
-                                   f"{hint}")
-            if text is not None:
-                silent[0] = 0
-                return text, events
-            if wait is None:   # this prompt is refused for good, by a server that works
-                return "", events + ["no reply"]
-            if attempt < tries - 1:
-                stop.wait(min(MAX_WAIT, max(wait, backoff * 2 ** attempt)))
-        silent[0] += 1
-        return "", events + ["no reply"]
-
-    # one session serves the whole hub library: hook the bound in, and out again
-    session = get_session()
-    hooks = session.event_hooks
-    session.event_hooks = hooks | {"response": [*hooks["response"],
-                                                lambda response: _bound_body(response, timeout)]}
-    try:
-        with ThreadPoolExecutor(concurrency) as pool:
-            try:
-                answers = list(pool.map(ask, [analyzer_prompt(env, episode, counters=counters)
-                                              for episode in episodes]))
-            finally:
-                stop.set()   # on an error or Ctrl-C the waiting threads end now
-    finally:
-        session.event_hooks = hooks
-    counters.update("endpoint " + event for _, events in answers for event in events)
-    return [text for text, _ in answers]
-
-
-def _request(client, model: str, prompt: str,
-             max_tokens: int) -> tuple[str | None, str, float | None]:
-    """One request -> (text or None, what to count or "", least seconds before another try or None
-    if there is no point)."""
-    from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled
-    try:
-        choice = client.chat_completion([{"role": "user", "content": prompt}], model=model,
-                                        temperature=0.0, max_tokens=max_tokens).choices[0]
-        # TypeError if it is no text.
-        text, cut = "" + (choice.message.content or ""), choice.finish_reason == "length"
-        return text, "reply cut by the token limit" if cut else "", None
-    except OfflineModeIsEnabled:
-        raise RuntimeError(
-            "the analyzer endpoint cannot be asked while HF_HUB_OFFLINE is set") from None
-    except HfHubHTTPError as error:
-        status, after = error.response.status_code, error.response.headers.get("retry-after", "")
-        again = status in (408, 429) or status >= 500
-        return None, f"HTTP {status}", _retry_after(after) if again else None
-    except HTTPError as error:   # timeouts, refused and broken connections, answers over the bound
-        return None, type(error).__name__, 0.0
-    except (ValueError, TypeError, LookupError, AttributeError):
-        # not UTF-8, not JSON, not a chat completion
-        return None, "malformed answer", 0.0
-
-
-def _retry_after(header: str) -> float:
-    """Seconds that a Retry-After header asks for, as a number or an HTTP date; 0.0 if it says
-    nothing readable."""
-    try:
-        if header.strip().isdecimal():
-            return float(header)
-        return parsedate_to_datetime(header).timestamp() - time.time()
-    except (ValueError, TypeError, IndexError, OverflowError):
-        return 0.0
-
-
-def _bound_body(response, timeout: float) -> None:
-    """Read a chat answer here, bounded in bytes and seconds: a read timeout alone never ends a
-    server that sends a byte a minute, or for ever. Raises ReadError."""
-    import httpx2   # huggingface_hub's HTTP library
-    if response.request.url.path.endswith("/chat/completions"):
-        body, deadline = bytearray(), time.monotonic() + timeout
-        for chunk in response.stream:
-            body += chunk
-            if len(body) > MAX_BODY_BYTES or time.monotonic() > deadline:
-                raise httpx2.ReadError("the answer is too large or too slow")
-        response.stream.close()
-        response.stream = httpx2.ByteStream(bytes(body))
-
-
-# --------------------------------------------------------------------------------------------------
-# 5. One function in front of the analyzers, and Stage 1's rows
-# --------------------------------------------------------------------------------------------------
-def analyze(env: Env, episodes: list[Episode], analyzer: str = "rule",
-            **endpoint) -> tuple[list[Reply], dict[str, int]]:
-    """Write a skill for each episode: analyzer "rule" (the world's own), or "endpoint" with
-    endpoint_analyzer's arguments.
+def analyze(env: Env, episodes: list[Episode], ask=None) -> tuple[list[Reply], Counter]:
+    """A skill for each episode, by the world's rules, or by ask(prompts, counters) -> raw replies,
+    which is how somebody outside (runs.ask_endpoint) comes in.
 
     Returns the replies, in order, and counters: "reply <status>" for each status met, "skill cut",
-    "endpoint ...", "analyzer texts shortened".
+    "analyzer texts shortened", and what `ask` counts.
     """
     counters = Counter()
-    if analyzer == "rule":
+    if ask is None:
         texts = [canonical_reply(*env.hindsight(episode)) for episode in episodes]
     else:
-        texts = endpoint_analyzer(env, episodes, counters=counters, **endpoint)
+        texts = ask([analyzer_prompt(env, e, counters=counters) for e in episodes], counters)
     replies = parse_replies(texts)
     counters.update("reply " + reply.status for reply in replies)
     counters["skill cut"] += sum(reply.cut for reply in replies)
-    return replies, dict(counters)
+    return replies, counters
 
 
 def sft_rows(env: Env, episodes: list[Episode], replies: list[Reply],

@@ -88,25 +88,27 @@ def check_info(info):
     assert info["actions"] is None or all(isinstance(a, str) for a in info["actions"])
     assert isinstance(info["won"], bool) and isinstance(info["valid"], bool)
     assert 0 <= info.get("score", 0.0) <= 1
-    # As a pool without workers does.
-    assert json.loads(json.dumps(info)) == info, "info is not plain JSON"
+    # A copy: who hands out one dict again and again must not look as if nothing changed.
+    copy = json.loads(json.dumps(info))
+    assert copy == info, "info is not plain JSON"
+    return copy
 
 
 def start(env, task):
     """env.reset, and a look at what comes back."""
     observation, info = env.reset(task)
-    check_info(info)
+    info = check_info(info)
     assert isinstance(observation, str) and info["valid"] and not info["won"]
     return observation, info
 
 
 def step(env, action):
     """env.step, likewise: (result, whether the episode is over)."""
-    observation, reward, terminated, truncated, info = result = env.step(action)
-    check_info(info)
+    observation, reward, terminated, truncated, info = env.step(action)
+    info = check_info(info)
     assert isinstance(observation, str) and math.isfinite(reward)
     assert isinstance(terminated, bool) and isinstance(truncated, bool)
-    return result, terminated or truncated
+    return (observation, reward, terminated, truncated, info), terminated or truncated
 
 
 def trace(env, task, actions):
