@@ -485,8 +485,8 @@ with sanity("opd_loss"):
 # line, and scores the *same tokens*:
 #
 # $$\underbrace{\texttt{Your task is to: put a hot mug in shelf.}}_{\texttt{ids[:cut]}}\ \
-# \underbrace{\texttt{Skill to follow: ...}}_{\texttt{block}}\ \ \underbrace{\texttt{You are in the
-# middle of a room...}}_{\texttt{ids[cut:]}}$$
+# \underbrace{\texttt{Skill to follow: ...}}_{\texttt{block}}\ \
+# \underbrace{\texttt{You are in the middle of a room...}}_{\texttt{ids[cut:]}}$$
 #
 # We do this with token ids, not with text: text that is tokenised anew may fall into other tokens
 # than those that were sampled.
@@ -559,8 +559,9 @@ with sanity("teacher_view"):
 # then minimise
 #
 # $$L_{\mathrm{SEED}} =
-# \underbrace{L_{\mathrm{PG}} + \beta_{\mathrm{KL}}\, \mathrm{mean}\, k_3}_{\text{all sampled tokens}}
-# + \lambda_{\mathrm{OPD}}\, \underbrace{L_{\mathrm{OPD}}}_{\text{tokens of episodes with a skill}}$$
+# \underbrace{L_{\mathrm{PG}} + \beta_{\mathrm{KL}}\, \mathrm{mean}\, k_3}
+# _{\text{all sampled tokens}} + \lambda_{\mathrm{OPD}}\,
+# \underbrace{L_{\mathrm{OPD}}}_{\text{tokens of episodes with a skill}}$$
 #
 # `tests/assignment/training.py` (100 lines: read it) puts your functions where the project has its
 # own and trains the tiny base on four games: a model of under a million parameters, on the real

@@ -709,6 +709,29 @@ def test_stage_1_trains_the_reply_and_its_end_alone(base, played):
     assert counters["SFT rows too long"] == 12
 
 
+def test_stage_1_takes_every_row_once_an_epoch_in_addressed_order(base, monkeypatch):
+    seen, rates = [], []
+
+    def record(policy, cfg, counters, optimizer, batch):
+        seen.append([ids[0] for ids, _ in batch])
+        rates.append(optimizer.param_groups[0]["lr"])
+        return 0.0
+
+    monkeypatch.setattr(sm, "sft_gradients", record)
+    rows = [([i], [True]) for i in range(7)]
+    cfg = config(sft_batch=3, sft_epochs=4, sft_lr=0.5)
+    for _ in range(2):
+        sm.sft(base, cfg, rows, [], lambda line: None)
+    # A second time, whatever happened before: the same.
+    assert seen[:12] == seen[12:] and rates[:12] == rates[12:]
+    epochs = [sum(seen[i : i + 3], []) for i in (0, 3, 6, 9)]
+    assert [len(batch) for batch in seen[:3]] == [3, 3, 1]
+    assert all(sorted(e) == list(range(7)) for e in epochs) and len({tuple(e) for e in epochs}) == 4
+    # One warm step of ten, the peak, then down.
+    assert rates[0] == rates[1] == 0.5 and 0 < rates[11] < 0.02
+    assert rates[1:12] == sorted(rates[1:12], reverse=True)
+
+
 def test_the_anchor_is_the_kl_to_the_reference(base, played):
     policy, sequences = wide(base, seed=2), [sm.plain(r) for r in played[0][:3]]
     policy = dataclasses.replace(policy, reference=wide(base).model)
