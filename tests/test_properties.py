@@ -1,4 +1,6 @@
-"""Properties that must hold for every text and every number, on generated ones (seeded, so a failure repeats)."""
+"""Properties that must hold for every text and every number, on generated ones (seeded, so a
+failure repeats)."""
+
 import math
 import random
 import time
@@ -7,16 +9,20 @@ import numpy as np
 import pytest
 import torch
 
-import envs
 import losses
+import runs
 import seed_mini as sm
 import skills
 import test_seed_mini as t
+from policy import token_logp
 from test_seed_mini import base  # noqa: F401  (a fixture)
 
-PIECES = ["<|end|>", "<|user|>", "<|assistant|>", "<|pad|>", "<|im_end|>", "<|", "|>", "<", ">", "<think>", "</think>", "<action>", "</action>", "Action:", "`", '"',
-          "\x1b[31m", "\x1b]0;title\x07", "\x9b2J", "\x00", "\x07", "\r\n", "\n", "\u2028", "\u202e", "\ud800", "＜|end|＞", "<\u200b|end|>", "ｍug", "мug 1", "é", "日本",
-          "👩\u200d🍳", " ", "mug 1", "go to", "shelf 1", "Step 2 saw:", "Outcome: success.", "Skill to follow:", "Your task is to:", "{", "}", "a" * 300, "9"]
+PIECES = ["<|end|>", "<|user|>", "<|assistant|>", "<|pad|>", "<|im_end|>", "<|", "|>", "<", ">"]
+PIECES += ["<think>", "</think>", "<action>", "</action>", "Action:", "`", '"', "\x1b[31m"]
+PIECES += ["\x1b]0;title\x07", "\x9b2J", "\x00", "\x07", "\r\n", "\n", "\u2028", "\u202e", "\ud800"]
+PIECES += ["＜|end|＞", "<\u200b|end|>", "ｍug", "мug 1", "é", "日本", "👩\u200d🍳", " ", "mug 1"]
+PIECES += ["go to", "shelf 1", "Step 2 saw:", "Outcome: success.", "Skill to follow:"]
+PIECES += ["Your task is to:", "{", "}", "a" * 300, "9"]
 
 
 def hostile(rng, most=12):
@@ -24,28 +30,43 @@ def hostile(rng, most=12):
 
 
 def test_parse_action_gives_one_short_line_whatever_it_reads():
-    rng = random.Random(0)
+    rng, parse = random.Random(0), t.world().parse
     for _ in range(3000):
         text = hostile(rng, 20)
-        action = envs.parse_action(text)
-        assert isinstance(action, str) and "\n" not in action and action == action.strip() and len(action) <= len(text)
-        assert envs.parse_action(f"<action>{'go to shelf 1'}</action>") == envs.parse_action(text + "</think><action>go to shelf 1</action>") == "go to shelf 1"
+        action = parse(text)
+        assert (
+            isinstance(action, str)
+            and "\n" not in action
+            and action == action.strip()
+            and len(action) <= len(text)
+        )
+        right = "<action>go to shelf 1</action>"
+        assert parse(right) == parse(text + "</think>" + right) == "go to shelf 1"
 
 
 def scripted_episode(base, cfg, rng):  # noqa: F811
     """One rollout whose task, room and observations are hostile, and the texts it saw."""
     texts = [hostile(rng) for _ in range(6)]
-    pool = t.ScriptedPool(lambda slot, n: (texts[n + 1], float(n == 3), n == 3, False, dict(won=n == 3)), start=lambda slot: (texts[0], dict(task=texts[1])))
-    (roll,), _ = sm.rollout(base, pool, t.fake_games(1), cfg, [sm.counted_rng(0, rng.random())], 1.0)
+
+    def script(slot, n):
+        return texts[n + 1], float(n == 3), n == 3, False, dict(won=n == 3)
+
+    pool = t.ScriptedPool(script, start=lambda slot: (texts[0], dict(goal=texts[1])))
+    (roll,), _ = sm.rollout(base, pool, t.fake_tasks(1), cfg, [(rng.random(),)], 1.0)
     return roll, texts
 
 
 def test_no_hostile_text_puts_a_control_token_into_a_sequence(base):  # noqa: F811
-    """Observations, tasks and skills: the only control ids that were not sampled are the template's own, in the template's number."""
+    """Observations, tasks and skills: the only control ids that were not sampled are the template's
+    own, in the template's number."""
     rng, cfg = random.Random(1), t.config(max_response=4)
-    control = {i for i, token in base.tokenizer.added_tokens_decoder.items() if len(token.content) > 1}
+    added = base.tokenizer.added_tokens_decoder
+    control = {i for i, token in added.items() if len(token.content) > 1}
     assert len(control) == 4
-    glue = lambda pieces: [i for piece in pieces for i in piece if i in control]
+
+    def glue(pieces):
+        return [i for piece in pieces for i in piece if i in control]
+
     for _ in range(60):
         roll, texts = scripted_episode(base, cfg, rng)
         turns = len(roll.episode.steps)
@@ -55,12 +76,18 @@ def test_no_hostile_text_puts_a_control_token_into_a_sequence(base):  # noqa: F8
         assert sorted(given) == sorted(expected + [base.end_id] * forced)
         skill = hostile(rng)
         ids, sampled = sm.with_skill(base, roll, skill)
-        assert [i for i, on in zip(ids, sampled) if not on and i in control] == given                       # the skill adds none
+        # the skill adds none
+        assert [i for i, on in zip(ids, sampled) if not on and i in control] == given
         block = len(ids) - len(roll.ids)
-        assert ids[:roll.cut] + ids[roll.cut + block:] == roll.ids and not any(sampled[roll.cut:roll.cut + block])
-        assert [i for i, on in zip(ids, sampled) if on] == [i for i, on in zip(roll.ids, roll.sampled) if on]
-        assert block <= 4 * skills.MAX_SKILL_CHARS + 20                                                     # bounded: at most a token a byte
-        prompt = base.encode(skills.analyzer_prompt(roll.episode))
+        assert ids[: roll.cut] + ids[roll.cut + block :] == roll.ids and not any(
+            sampled[roll.cut : roll.cut + block]
+        )
+        assert [i for i, on in zip(ids, sampled) if on] == [
+            i for i, on in zip(roll.ids, roll.sampled) if on
+        ]
+        # bounded: at most a token a byte
+        assert block <= 4 * skills.MAX_SKILL_CHARS + 20
+        prompt = base.encode(skills.analyzer_prompt(t.world(), roll.episode))
         assert not control & set(prompt)
         assert len(roll.ids) == len(roll.sampled) == len(roll.logp) <= cfg.max_context
         assert all((lp == 0.0) or on for lp, on in zip(roll.logp, roll.sampled))
@@ -69,28 +96,36 @@ def test_no_hostile_text_puts_a_control_token_into_a_sequence(base):  # noqa: F8
 def test_an_enormous_line_ends_the_episode_and_is_never_cut(base):  # noqa: F811
     started, huge = time.perf_counter(), "mug 1 " * 200_000
     cfg = t.config()
-    pool = t.ScriptedPool(lambda slot, n: (huge, 0.0, False, n == 9, {}), start=lambda slot: (huge if slot else "Room.", {}))
-    rolls, counters = sm.rollout(base, pool, t.fake_games(2), cfg, t.rngs(2), 1.0)
-    assert [r.episode.end for r in rolls] == ["context limit"] * 2 and counters["ended: context limit"] == 2
+    pool = t.ScriptedPool(
+        lambda slot, n: (huge, 0.0, False, n == 9, {}),
+        start=lambda slot: (huge if slot else "Room.", {}),
+    )
+    rolls, counters = sm.rollout(base, pool, t.fake_tasks(2), cfg, t.keys(2), 1.0)
+    assert [r.episode.end for r in rolls] == ["context limit"] * 2
+    assert counters["ended: context limit"] == 2
     assert len(rolls[0].ids) <= cfg.max_context and not rolls[1].episode.steps
-    assert len(skills.analyzer_prompt(rolls[0].episode)) < 10 * skills.MAX_TEXT_CHARS
+    assert len(skills.analyzer_prompt(t.world(), rolls[0].episode)) < 10 * skills.MAX_TEXT_CHARS
     assert time.perf_counter() - started < 60
 
 
 def test_what_is_printed_is_safe(base, tmp_path, capsys):  # noqa: F811
-    rng, run = random.Random(2), sm.Run(t.config(out=str(tmp_path), name="r"))
+    rng, run = random.Random(2), runs.Run(t.config(out=str(tmp_path), name="r"))
     for _ in range(500):
         run.say(hostile(rng) + "x")
-        print(sm.one_sentence(ValueError(hostile(rng))))
+        print(runs.one_sentence(ValueError(hostile(rng))))
     out = capsys.readouterr().out
-    assert all(c.isprintable() or c == "\n" for c in out) and "\x1b" not in out and "\u202e" not in out
+    assert (
+        all(c.isprintable() or c == "\n" for c in out) and "\x1b" not in out and "\u202e" not in out
+    )
     run.dir.mkdir()
     roll, _ = scripted_episode(base, t.config(), rng)
-    run.write_rollouts([roll], [skills.parse_reply(skills.canonical_reply(hostile(rng), "a" + hostile(rng)))], 1, "rl")
+    reply = skills.canonical_reply(hostile(rng), "a" + hostile(rng))
+    run.write_rollouts([roll], [skills.parse_reply(reply)], 1, "rl")
     for name in ("rollouts.jsonl", "skills.jsonl"):
         text = (run.dir / name).read_text()
-        assert text.isascii() and text.count("\n") == 1 and text.strip().isprintable()  # escapes, so `cat` and `less` are safe, too
-        assert sm.read_jsonl(run.dir / name)
+        # escapes, so `cat` and `less` are safe, too
+        assert text.isascii() and text.count("\n") == 1 and text.strip().isprintable()
+        assert runs.read_jsonl(run.dir / name)
 
 
 def test_group_advantages_on_generated_rewards():
@@ -101,12 +136,15 @@ def test_group_advantages_on_generated_rewards():
         A = losses.group_advantages(rewards)
         tied = rewards.amax(1) == rewards.amin(1)
         assert A.isfinite().all() and (A[tied] == 0).all() and A.sum(1).abs().max() < 1e-9
-        std = rewards.std(1)  # the divisor is std + 1e-6
+        # the divisor is std + 1e-6
+        std = rewards.std(1)
         assert torch.allclose(A.std(1)[~tied], (std / (std + 1e-6))[~tied], atol=1e-9)
-        assert (A.abs() <= math.sqrt(G)).all()                                       # no episode can be further off than this
+        # no episode can be further off than this
+        assert (A.abs() <= math.sqrt(G)).all()
         order = torch.tensor(rng.permutation(G))
         assert torch.allclose(losses.group_advantages(rewards[:, order]), A[:, order], atol=1e-9)
-        assert torch.allclose(losses.group_advantages(rewards + 3.0), A, atol=1e-5)  # only differences within the group count
+        # only differences within the group count
+        assert torch.allclose(losses.group_advantages(rewards + 3.0), A, atol=1e-5)
         better = rewards[:, :, None] > rewards[:, None, :]
         assert (A[:, :, None] > A[:, None, :])[better].all()
 
@@ -118,11 +156,13 @@ def test_masks_of_generated_sequences(base, seed):  # noqa: F811
     sequences = []
     for n in rng.integers(2, 40, 7):
         mask = rng.random(n) < 0.4
-        mask[0] = False                                          # nothing predicts the first token
+        # nothing predicts the first token
+        mask[0] = False
         sequences.append((rng.integers(4, 900, n).tolist(), mask.tolist()))
-    logp, mask, _ = sm.token_logp(base, sequences, 1.0)
+    logp, mask, _ = token_logp(base, sequences, 1.0)
     assert mask.sum(1).tolist() == [sum(m) for _, m in sequences] and (logp[~mask] == 0).all()
     for row, m, (ids, sampled) in zip(logp, mask, sequences):
-        assert m.tolist() == sorted(m.tolist(), reverse=True)    # on the left, padding on the right
+        # on the left, padding on the right
+        assert m.tolist() == sorted(m.tolist(), reverse=True)
         if any(sampled):
             assert (row[m] - t.naive_logps(base, ids, sampled)).abs().max() < 1e-4
