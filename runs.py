@@ -1157,16 +1157,10 @@ def ask_endpoint(prompts: list[str], counters: Counter, *, model: str, base_url:
     # Only this analyzer needs them.
     from huggingface_hub import InferenceClient, get_session
 
-    host = urlsplit(base_url).hostname
-    if not base_url.startswith(("http://", "https://")) or not host or not model:
-        raise ValueError("the endpoint analyzer needs a base URL such as https://host/v1 and a "
-                         "model name")
-    if not api_key.isascii() or not api_key.isprintable() or " " in api_key:
-        raise ValueError("the analyzer's API key holds spaces, control or non-ASCII characters; it "
-                         "was not sent")
     # The client appends /v1/chat/completions unless the path ends in /v1: wrong for servers at /v4.
     # And for an empty key it would send the user's Hugging Face token to this server, hence the
     # placeholder.
+    host = _checked_host(model, base_url, api_key)
     url = base_url.rstrip("/") + ("/chat/completions" if re.search(r"/v\d+/*$", base_url) else "")
     client = InferenceClient(base_url=url, api_key=api_key or "none", timeout=timeout,
                              headers={"accept-encoding": "identity"})
@@ -1197,22 +1191,26 @@ def ask_endpoint(prompts: list[str], counters: Counter, *, model: str, base_url:
         silent[0] += 1
         return "", events + ["no reply"]
 
-    # One session serves the whole hub library: hook the bound in, and out again
-    session = get_session()
-    hooks = session.event_hooks
-    session.event_hooks = hooks | {"response": [*hooks["response"],
-                                                lambda response: _bound_body(response, timeout)]}
-    try:
-        with ThreadPoolExecutor(concurrency) as pool:
-            try:
-                answers = list(pool.map(ask, prompts))
-            finally:
-                # On an error or Ctrl-C the waiting threads end now.
-                stop.set()
-    finally:
-        session.event_hooks = hooks
+    with _bounded(get_session(), timeout), ThreadPoolExecutor(concurrency) as pool:
+        try:
+            answers = list(pool.map(ask, prompts))
+        finally:
+            # On an error or Ctrl-C the waiting threads end now.
+            stop.set()
     counters.update("endpoint " + event for _, events in answers for event in events)
     return [text for text, _ in answers]
+
+
+def _checked_host(model: str, base_url: str, api_key: str) -> str:
+    """The server's name, for messages. ValueError for what cannot be sent."""
+    host = urlsplit(base_url).hostname
+    if not base_url.startswith(("http://", "https://")) or not host or not model:
+        raise ValueError("the endpoint analyzer needs a base URL such as https://host/v1 and a "
+                         "model name")
+    if not api_key.isascii() or not api_key.isprintable() or " " in api_key:
+        raise ValueError("the analyzer's API key holds spaces, control or non-ASCII characters; it "
+                         "was not sent")
+    return host
 
 
 def _request(client, model: str, prompt: str,
@@ -1250,6 +1248,19 @@ def _retry_after(header: str) -> float:
         return parsedate_to_datetime(header).timestamp() - time.time()
     except (ValueError, TypeError, IndexError, OverflowError):
         return 0.0
+
+
+@contextlib.contextmanager
+def _bounded(session, timeout: float):
+    """Inside, chat answers are read with a bound. One session serves the whole hub library: the
+    bound is hooked in, and out again."""
+    hooks = session.event_hooks
+    bound = functools.partial(_bound_body, timeout=timeout)
+    session.event_hooks = hooks | {"response": [*hooks["response"], bound]}
+    try:
+        yield
+    finally:
+        session.event_hooks = hooks
 
 
 def _bound_body(response, timeout: float) -> None:

@@ -222,17 +222,14 @@ def _problem(name: str, house: list, placed: list, goal: str) -> str:
                       *(f"({fact})" for fact in init), ")", goal])
 
 
-def solve(game_data: dict, traj_data: dict) -> list[str]:
-    """Commands that win a game, built from its PDDL problem by someone who knows where everything
-    is.
+def _facts(problem: str) -> tuple[dict[str, list[list[str]]], dict[str, str]]:
+    """({predicate: its arguments} of a PDDL problem's start, {entity: the engine's name for it}).
 
-    For generated and for official files of both wordings; official files carry no walkthrough. The
-    engine names an entity by its type and its rank among the sorted lower-case ids, counted from
-    the last one. Raises ValueError if the problem lacks what the task needs.
+    The engine names an entity by its type and its rank among the sorted lower-case ids, counted
+    from the last one.
     """
     facts = [fact.split() for fact in re.findall(r"\(([^()]+)\)",
-                                                 game_data["pddl_problem"].lower().split("(:goal")[
-                                                     0])]
+                                                 problem.lower().split("(:goal")[0])]
     rows = {name: [fact[1:] for fact in facts if fact[0] == name]
             for name in ("inreceptacle", "objecttype", "receptacletype", "openable",
                          "receptacleatlocation")}
@@ -242,6 +239,17 @@ def solve(game_data: dict, traj_data: dict) -> list[str]:
         kind = entity.split("_bar_")[0] + ("basin" if "basin" in entity else "")
         count[kind] += 1
         names[entity] = f"{kind} {count[kind]}"
+    return rows, names
+
+
+def solve(game_data: dict, traj_data: dict) -> list[str]:
+    """Commands that win a game, built from its PDDL problem by someone who knows where everything
+    is.
+
+    For generated and for official files of both wordings; official files carry no walkthrough.
+    Raises ValueError if the problem lacks what the task needs.
+    """
+    rows, names = _facts(game_data["pddl_problem"])
     # some official entities are nowhere: they are left out
     place = dict(rows["receptacleatlocation"])
     inside = {obj: recep for obj, recep in rows["inreceptacle"] if recep in place}

@@ -44,13 +44,15 @@ def contestants():
              "torch": lambda h, w, y: -F.linear_cross_entropy(h, w, y, reduction="none",
                                                               options=options)}
     packages = {
-        "TRL": ("trl.kernels", lambda m, h, w,
-                y: m.ChunkedLogProbFunction.apply(h, w, None, y, 1.0, 32768, None, 1.0, ())[0]),
-        "Liger": ("liger_kernel.chunked_loss.fused_linear_ppo",
-                  lambda m, h, w,
-                  y: m._ChunkedSelectiveLogProbFunction.apply(h, w, y, None, 1.0, 4096)),
-        "cut-cross-entropy": ("cut_cross_entropy", lambda m, h, w,
-                              y: -m.linear_cross_entropy(h, w, y, reduction="none"))}
+        "TRL": (
+            "trl.kernels", lambda m, h, w, y:
+            m.ChunkedLogProbFunction.apply(h, w, None, y, 1.0, 32768, None, 1.0, ())[0]),
+        "Liger": (
+            "liger_kernel.chunked_loss.fused_linear_ppo", lambda m, h, w, y:
+            m._ChunkedSelectiveLogProbFunction.apply(h, w, y, None, 1.0, 4096)),
+        "cut-cross-entropy": (
+            "cut_cross_entropy", lambda m, h, w, y:
+            -m.linear_cross_entropy(h, w, y, reduction="none"))}
     for name, (module, call) in packages.items():
         try:
             found[name] = functools.partial(call, importlib.import_module(module))
@@ -135,8 +137,9 @@ def main():
                                                  "GEMMs and other libraries.")
     parser.add_argument("--quick", action="store_true", help="small shapes, a few seconds")
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    threads = f"{torch.get_num_threads()} CPU threads"
     print(f"torch {torch.__version__}, "
-          f"{torch.cuda.get_device_name() if device == 'cuda' else f'{torch.get_num_threads()} CPU threads'}")
+          f"{torch.cuda.get_device_name() if device == 'cuda' else threads}")
     shapes = [(512, 256, 16384, torch.bfloat16, False),
               (2048, 128, 1500, torch.float32, True)] if parser.parse_args().quick else [
         (10000, 128, 1500, torch.float32, True),  # a head like this project's tiny model's

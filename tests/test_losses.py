@@ -356,23 +356,10 @@ def check_seed_loss(L):
     close(L.seed_loss(x, old, ref, None, A, mask, has_skill, **kwargs)[1].detach(), 0, 0)
     total = [0, 0, {k: 0 for k in stats}]
     for rows in ([0], [1, 2, 3], [4, 5]):
-        part = L.seed_loss(
-            x[rows],
-            old[rows],
-            ref[rows],
-            teacher[rows],
-            A[rows],
-            mask[rows],
-            has_skill[rows],
-            rl_tokens=int(mask.sum()),
-            opd_tokens=both.sum(),
-            **kwargs,
-        )
-        total = [
-            total[0] + part[0],
-            total[1] + part[1],
-            {k: total[2][k] + v for k, v in part[2].items()},
-        ]
+        cut = [tensor[rows] for tensor in (x, old, ref, teacher, A, mask, has_skill)]
+        part = L.seed_loss(*cut, rl_tokens=int(mask.sum()), opd_tokens=both.sum(), **kwargs)
+        sums = {k: total[2][k] + v for k, v in part[2].items()}
+        total = [total[0] + part[0], total[1] + part[1], sums]
     for got, want in zip(
         (*total[:2], *gradients(total[:2], x), *total[2].values()),
         (rl, opd, *gradients((rl, opd), x), *stats.values()),
@@ -462,8 +449,9 @@ def test_memory_is_one_chunk_and_one_row_per_token(dtype, request):
 
         peaks.append(kernel_benchmark.peak_extra_bytes(forward_and_backward, "cpu"))
     size = hidden.element_size()
-    # vectors of N numbers; what a GEMM takes for itself
-    small = 64 * N + (256 << 10)
+    # vectors of N numbers; what a GEMM takes for itself (on some processors the bfloat16 one takes
+    # half a megabyte; one more copy of a tile, the smallest mistake there is, takes 1.6)
+    small = 64 * N + ((768 if size == 2 else 256) << 10)
     assert peaks[0] <= rows * ((6 if size == 2 else 4) * 4096 + 12 * H) + N * H * size + small
     assert abs(peaks[1] - peaks[0]) < 256 << 10
 

@@ -25,6 +25,15 @@ PIECES += ["go to", "shelf 1", "Step 2 saw:", "Outcome: success.", "Skill to fol
 PIECES += ["Your task is to:", "{", "}", "a" * 300, "9"]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """On a busy machine two threads wait for each other for minutes."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def hostile(rng, most=12):
     return "".join(rng.choice(PIECES) for _ in range(rng.randrange(most)))
 
@@ -34,12 +43,8 @@ def test_parse_action_gives_one_short_line_whatever_it_reads():
     for _ in range(3000):
         text = hostile(rng, 20)
         action = parse(text)
-        assert (
-            isinstance(action, str)
-            and "\n" not in action
-            and action == action.strip()
-            and len(action) <= len(text)
-        )
+        assert isinstance(action, str) and "\n" not in action
+        assert action == action.strip() and len(action) <= len(text)
         right = "<action>go to shelf 1</action>"
         assert parse(right) == parse(text + "</think>" + right) == "go to shelf 1"
 
@@ -79,12 +84,10 @@ def test_no_hostile_text_puts_a_control_token_into_a_sequence(base):  # noqa: F8
         # the skill adds none
         assert [i for i, on in zip(ids, sampled) if not on and i in control] == given
         block = len(ids) - len(roll.ids)
-        assert ids[: roll.cut] + ids[roll.cut + block :] == roll.ids and not any(
-            sampled[roll.cut : roll.cut + block]
-        )
-        assert [i for i, on in zip(ids, sampled) if on] == [
-            i for i, on in zip(roll.ids, roll.sampled) if on
-        ]
+        end = roll.cut + block
+        assert ids[: roll.cut] + ids[end:] == roll.ids and not any(sampled[roll.cut : end])
+        kept = [i for i, on in zip(ids, sampled) if on]
+        assert kept == [i for i, on in zip(roll.ids, roll.sampled) if on]
         # bounded: at most a token a byte
         assert block <= 4 * skills.MAX_SKILL_CHARS + 20
         prompt = base.encode(skills.analyzer_prompt(t.world(), roll.episode))
@@ -114,9 +117,8 @@ def test_what_is_printed_is_safe(base, tmp_path, capsys):  # noqa: F811
         run.say(hostile(rng) + "x")
         print(runs.one_sentence(ValueError(hostile(rng))))
     out = capsys.readouterr().out
-    assert (
-        all(c.isprintable() or c == "\n" for c in out) and "\x1b" not in out and "\u202e" not in out
-    )
+    assert all(c.isprintable() or c == "\n" for c in out)
+    assert "\x1b" not in out and "\u202e" not in out
     run.dir.mkdir()
     roll, _ = scripted_episode(base, t.config(), rng)
     reply = skills.canonical_reply(hostile(rng), "a" + hostile(rng))
@@ -151,7 +153,8 @@ def test_group_advantages_on_generated_rewards():
 
 @pytest.mark.parametrize("seed", range(3))
 def test_masks_of_generated_sequences(base, seed):  # noqa: F811
-    """token_logp puts the n-th sampled token of each row at column n, and nothing else is scored."""
+    """token_logp puts the n-th sampled token of each row at column n, and nothing else is
+    scored."""
     rng = np.random.default_rng(seed)
     sequences = []
     for n in rng.integers(2, 40, 7):
