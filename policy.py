@@ -5,32 +5,26 @@ student.
     2  generation   a KV cache for a batch of growing sequences; a sampler with counted randomness
     3  scoring      log-probs of the tokens that were sampled, with and without gradient
     4  reference    the frozen policy of the KL term, without a second copy of a large model
-    5  loading      a base in 32, 16 or 4 bits, LoRA adapters; what does not fit is refused
 
 Left out: a separate inference engine (generation is ordinary forward passes, so what is sampled is
-what is trained), several cards, sliding-window attention, heads that change their logits. Functions
-that take `cfg` want seed_mini's options: tune, seed, temperature, micro_tokens, max_context,
-max_analysis.
+what is trained), several cards, sliding-window attention, heads that change their logits. Loading
+(4-bit bases, adapters) stands in runs.py, beside saving. Functions that take `cfg` want seed_mini's
+options: temperature, micro_tokens.
 """
 from __future__ import annotations
 
 import contextlib
 import copy
 import dataclasses
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
-from transformers.cache_utils import DynamicLayer
-from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers import DynamicCache
 
 import losses
-
-LORA_RANK = 16
 
 
 # --------------------------------------------------------------------------------------------------
@@ -408,190 +402,3 @@ def recomputing(policy: Policy):
     finally:
         for layer in policy.recompute:
             layer.training = False
-
-
-# --------------------------------------------------------------------------------------------------
-# 5. Loading
-# --------------------------------------------------------------------------------------------------
-def model_config(path: str):
-    """A model's config.json (folder or hub name) without its weights. ValueError in one
-    sentence."""
-    try:
-        return AutoConfig.from_pretrained(path)
-    # A folder with something wrong makes transformers raise anything.
-    except Exception as error:
-        reason = str(error).splitlines()[0]
-        if "couldn't connect" in reason:
-            reason = ("the Hugging Face hub cannot be reached and it is not in the cache; download "
-                      f"it where there is a network ('hf download {path}'), give --model a folder, "
-                      "or use --model tiny.")
-        raise ValueError(f"cannot load the model {path!r}: {reason}") from error
-
-
-def adapter_config(folder: Path) -> dict | None:
-    """adapter_config.json of a LoRA adapter's folder, None if this is none. ValueError if it is
-    damaged or names no base."""
-    if not (folder / "adapter_config.json").exists():
-        return None
-    try:
-        config = json.loads((folder / "adapter_config.json").read_text())
-        if isinstance(config["base_model_name_or_path"], str):
-            return config
-        raise KeyError("base_model_name_or_path")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{str(folder)!r} is no LoRA adapter folder: its adapter_config.json is "
-                         "broken, or names no base.") from error
-
-
-def base_of(path: str) -> str:
-    """The base model of a path: that of an adapter folder, else the path itself."""
-    config = adapter_config(Path(path))
-    return config["base_model_name_or_path"] if config else path
-
-
-def load_policy(cfg, path: str, *, trainable: bool = True) -> Policy:
-    """Load a base (any causal LM with a chat template), or an adapter folder with its base, ready
-    for cfg.tune: "full", "lora" (adapters on a 16-bit base) or "qlora" (on a 4-bit one).
-
-    ValueError in one sentence for whatever cannot be used.
-    """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    adapter, base, lora = Path(path), base_of(path), cfg.tune != "full"
-    adapter = adapter if base != path else None
-    if adapter and not lora:
-        raise ValueError(f"{path!r} is a LoRA adapter, so it cannot go with --tune full.")
-    dtype, config = compute_dtype(device, lora), model_config(base)
-    limit = getattr(config, "max_position_embeddings", None)
-    # The analyzer reads an episode and writes behind it.
-    if limit and cfg.max_context + cfg.max_analysis > limit:
-        raise ValueError(f"--max_context {cfg.max_context} plus --max_analysis {cfg.max_analysis} "
-                         f"exceeds the {limit} positions of {base!r}.")
-    try:
-        with_tokenizer = adapter and (adapter / "tokenizer_config.json").exists()
-        tokenizer = AutoTokenizer.from_pretrained(adapter if with_tokenizer else base)
-        model = AutoModelForCausalLM.from_pretrained(base, **_weights(cfg, device, dtype))
-        if not hasattr(model, "model") or model.get_output_embeddings() is None:
-            raise ValueError("it is no causal language model with a backbone and a head")
-    except Exception as error:
-        why = " ".join(str(error).split())[:300]
-        raise ValueError(f"cannot load the model {path!r}: {why}") from error
-    _refuse_other_models(model, path)
-    if lora and trainable:
-        # Recompute activations in the backward pass; takes effect inside recomputing() only.
-        model.activation_checkpointing_enable(
-            activation_checkpointing_kwargs={"use_reentrant": False})
-        # The embedding is frozen: without this the first layer's input has no gradient.
-        model.enable_input_require_grads()
-    model = _add_lora(cfg, model, adapter, trainable) if lora else model.to(device)
-    if not trainable:
-        model.requires_grad_(False)
-    # Added tokens that are not marked special; one character ("\n") is no control token.
-    words = [t.content for t in tokenizer.added_tokens_decoder.values()
-             if not t.special and len(t.content) > 1]
-    policy = Policy(model.eval(), tokenizer, device, *chat_pieces(tokenizer), control_words=words)
-    if lora and trainable:
-        policy.recompute = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
-    if dtype == torch.float16:
-        file = adapter / "seed_mini.json" if adapter else None
-        saved = json.loads(file.read_text()) if file and file.exists() else {}
-        scale, policy.clean_steps = saved.get("loss_scale", 1.0), saved.get("clean_steps", 0)
-        # 1: it was saved where no scale is needed.
-        policy.loss_scale = scale if scale > 1 else 2.0 ** 14
-    return policy
-
-
-def compute_dtype(device: torch.device, lora: bool) -> torch.dtype:
-    """fp32 on a CPU and for full fine-tuning (AdamW loses its small steps in 16 bit); under
-    adapters bf16, or fp16 where a card has no bf16."""
-    if device.type == "cpu" or not lora:
-        return torch.float32
-    bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-    return torch.bfloat16 if bf16 else torch.float16
-
-
-def _weights(cfg, device: torch.device, dtype: torch.dtype) -> dict:
-    """from_pretrained's arguments: in which numbers the base is kept."""
-    if cfg.tune == "full":
-        return dict(dtype=dtype)
-    if cfg.tune == "lora":
-        return dict(dtype=dtype, device_map={"": device})
-    from transformers import BitsAndBytesConfig
-    nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4",
-                             bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype)
-    return dict(dtype=dtype, device_map={"": device}, quantization_config=nf4)
-
-
-def _refuse_other_models(model, path: str) -> None:
-    """ValueError for models whose logits or attention are not what the kernel and the cache
-    compute."""
-    for name in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
-        if getattr(model.config, name, None) not in (None, 1, 1.0):
-            raise ValueError(f"{path!r} changes its logits by {name}; seed_mini scores hidden @ "
-                             "head.T / temperature only.")
-    if any(type(layer) is not DynamicLayer for layer in DynamicCache(config=model.config).layers):
-        raise ValueError(f"{path!r} has layers without full attention (a sliding window, say); the "
-                         "cache of seed_mini's generation knows full attention only.")
-
-
-def base_check(model) -> list[float]:
-    """A few numbers of the base's embedding, saved with an adapter: names and folders of a base
-    change, its weights do not."""
-    return model.get_input_embeddings().weight[:4, :4].float().flatten().tolist()
-
-
-def _add_lora(cfg, model, adapter: Path | None, trainable: bool):
-    """LoRA on every linear layer but the head. A tied head is the embedding: an adapter there would
-    change both, so it is left alone.
-
-    peft's prepare_model_for_kbit_training is not called: it would turn embedding and head to fp32
-    (twice 0.6 GB for Qwen3-1.7B).
-    """
-    from peft import LoraConfig, get_peft_model
-    # bitsandbytes: on CPUs with AVX512-BF16 the first forward without gradient would repack the
-    # weights, round their scales to bf16, and switch to a product that has no gradient.
-    for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
-    if adapter is not None:
-        return _put_adapter(model, adapter, trainable)
-    # peft draws the A matrices from torch's global generator.
-    with torch.random.fork_rng():
-        torch.manual_seed(cfg.seed)
-        return get_peft_model(model, LoraConfig(r=LORA_RANK, lora_alpha=2 * LORA_RANK,
-                                                target_modules="all-linear", task_type="CAUSAL_LM"))
-
-
-def _put_adapter(model, folder: Path, trainable: bool):
-    """Load an adapter; ValueError, with the reason, for one of another base, or one that would not
-    do here what it was trained to do."""
-    from peft import PeftConfig, PeftModel
-    from peft.tuners.tuners_utils import check_target_module_exists
-    from safetensors import safe_open
-    config, check = PeftConfig.from_pretrained(folder), folder / "seed_mini.json"
-    if config.peft_type != "LORA":
-        raise ValueError(f"the adapter {str(folder)!r} is of type {config.peft_type}; seed_mini "
-                         "knows LoRA only.")
-    modules = dict(model.named_modules())
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    tied = head.weight is embedding.weight
-    for name in [n for n, m in modules.items() if m is head or (tied and m is embedding)]:
-        saved = any(name.endswith(part) for part in config.modules_to_save or ())
-        if config.trainable_token_indices or saved or check_target_module_exists(config, name):
-            why = ("head and embedding are one tied matrix in this model, and an adapter on one "
-                   "silently changes or misses the other" if tied else
-                   "log-probs are computed from the frozen head, so it would have no effect")
-            raise ValueError(f"the adapter {str(folder)!r} changes {name}: {why}.")
-    with safe_open(folder / "adapter_model.safetensors", "pt") as f:
-        names = list(f.keys())
-    layers = {name.removeprefix("base_model.model.").partition(".lora_")[0] for name in names}
-    numbers = json.loads(check.read_text())["base_check"] if check.exists() else base_check(model)
-    # A RuntimeError: other sizes.
-    with contextlib.suppress(RuntimeError):
-        same = np.allclose(numbers, base_check(model), rtol=0.01, atol=1e-5)
-        if same and layers <= modules.keys():
-            loaded = PeftModel.from_pretrained(model, folder, is_trainable=trainable)
-            # Where the base is now, for --resume.
-            loaded.peft_config["default"].base_model_name_or_path = model.name_or_path
-            return loaded
-    raise ValueError(f"the adapter {str(folder)!r} was made for {config.base_model_name_or_path!r} "
-                     f"and does not fit {model.name_or_path!r}.")

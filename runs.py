@@ -3,10 +3,11 @@
     1  playing      Pool: many episodes at once, in this process or in worker processes
     2  one update   out of memory, the optimizer step and its loss scale, sick numbers, metrics
     3  the folder   Run: logs, checkpoints, exact resume; its files
-    4  reports      progress lines, warnings, curves, report
-    5  memory       what a run needs on a card, and what a card has room for
-    6  endpoint     Stage 1's analyzer as a server: retries, limits, and no secret in a message
-    7  the border   bad options are refused here, with one sentence each
+    4  weights      loading a base (4-bit too) or an adapter, saving what was trained
+    5  reports      progress lines, warnings, curves, report
+    6  memory       what a run needs on a card, and what a card has room for
+    7  endpoint     Stage 1's analyzer as a server: retries, limits, and no secret in a message
+    8  the border   bad options are refused here, with one sentence each
 
 Functions that take `cfg` want seed_mini's options, `rolls` its Rollouts, `scores` its Scores: this
 module imports neither, so the arrow goes one way.
@@ -42,11 +43,13 @@ from urllib.parse import urlsplit
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers.cache_utils import DynamicLayer
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 import envs
 import losses
-from policy import (LORA_RANK, PREFILL, Policy, base_check, base_of, is_lora, load_policy,
-                    model_config)
+from policy import PREFILL, Policy, chat_pieces, is_lora
 
 HERE = Path(__file__).resolve().parent
 # What --model auto takes where a card can hold it.
@@ -770,6 +773,207 @@ def git_commit() -> str:
     return out.stdout.strip() if out.returncode == 0 else ""
 
 
+def load_optimizer(optimizer: torch.optim.Optimizer, path: Path) -> None:
+    """Put saved AdamW moments back, bit for bit; no file, nothing to put back."""
+    if not path.exists():
+        return
+    state = {}
+    for name, value in load_file(path).items():
+        index, key = name.split(".", 1)
+        state.setdefault(int(index), {})[key] = value
+    optimizer.load_state_dict(optimizer.state_dict() | dict(state=state))
+
+
+# --------------------------------------------------------------------------------------------------
+# 4. Weights: from a base in 32, 16 or 4 bits, or an adapter; and to a folder
+# --------------------------------------------------------------------------------------------------
+LORA_RANK = 16
+
+
+def model_config(path: str):
+    """A model's config.json (folder or hub name) without its weights. ValueError in one
+    sentence."""
+    try:
+        return AutoConfig.from_pretrained(path)
+    # A folder with something wrong makes transformers raise anything.
+    except Exception as error:
+        reason = str(error).splitlines()[0]
+        if "couldn't connect" in reason:
+            reason = ("the Hugging Face hub cannot be reached and it is not in the cache; download "
+                      f"it where there is a network ('hf download {path}'), give --model a folder, "
+                      "or use --model tiny.")
+        raise ValueError(f"cannot load the model {path!r}: {reason}") from error
+
+
+def adapter_config(folder: Path) -> dict | None:
+    """adapter_config.json of a LoRA adapter's folder, None if this is none. ValueError if it is
+    damaged or names no base."""
+    if not (folder / "adapter_config.json").exists():
+        return None
+    try:
+        config = json.loads((folder / "adapter_config.json").read_text())
+        if isinstance(config["base_model_name_or_path"], str):
+            return config
+        raise KeyError("base_model_name_or_path")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{str(folder)!r} is no LoRA adapter folder: its adapter_config.json is "
+                         "broken, or names no base.") from error
+
+
+def base_of(path: str) -> str:
+    """The base model of a path: that of an adapter folder, else the path itself."""
+    config = adapter_config(Path(path))
+    return config["base_model_name_or_path"] if config else path
+
+
+def load_policy(cfg, path: str, *, trainable: bool = True) -> Policy:
+    """Load a base (any causal LM with a chat template), or an adapter folder with its base, ready
+    for cfg.tune: "full", "lora" (adapters on a 16-bit base) or "qlora" (on a 4-bit one).
+
+    ValueError in one sentence for whatever cannot be used.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    adapter, base, lora = Path(path), base_of(path), cfg.tune != "full"
+    adapter = adapter if base != path else None
+    if adapter and not lora:
+        raise ValueError(f"{path!r} is a LoRA adapter, so it cannot go with --tune full.")
+    dtype, config = compute_dtype(device, lora), model_config(base)
+    limit = getattr(config, "max_position_embeddings", None)
+    # The analyzer reads an episode and writes behind it.
+    if limit and cfg.max_context + cfg.max_analysis > limit:
+        raise ValueError(f"--max_context {cfg.max_context} plus --max_analysis {cfg.max_analysis} "
+                         f"exceeds the {limit} positions of {base!r}.")
+    try:
+        with_tokenizer = adapter and (adapter / "tokenizer_config.json").exists()
+        tokenizer = AutoTokenizer.from_pretrained(adapter if with_tokenizer else base)
+        model = AutoModelForCausalLM.from_pretrained(base, **_weights(cfg, device, dtype))
+        if not hasattr(model, "model") or model.get_output_embeddings() is None:
+            raise ValueError("it is no causal language model with a backbone and a head")
+    except Exception as error:
+        why = " ".join(str(error).split())[:300]
+        raise ValueError(f"cannot load the model {path!r}: {why}") from error
+    _refuse_other_models(model, path)
+    if lora and trainable:
+        # Recompute activations in the backward pass; takes effect inside recomputing() only.
+        model.activation_checkpointing_enable(
+            activation_checkpointing_kwargs={"use_reentrant": False})
+        # The embedding is frozen: without this the first layer's input has no gradient.
+        model.enable_input_require_grads()
+    model = _add_lora(cfg, model, adapter, trainable) if lora else model.to(device)
+    if not trainable:
+        model.requires_grad_(False)
+    # Added tokens that are not marked special; one character ("\n") is no control token.
+    words = [t.content for t in tokenizer.added_tokens_decoder.values()
+             if not t.special and len(t.content) > 1]
+    policy = Policy(model.eval(), tokenizer, device, *chat_pieces(tokenizer), control_words=words)
+    if lora and trainable:
+        policy.recompute = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    if dtype == torch.float16:
+        file = adapter / "seed_mini.json" if adapter else None
+        saved = json.loads(file.read_text()) if file and file.exists() else {}
+        scale, policy.clean_steps = saved.get("loss_scale", 1.0), saved.get("clean_steps", 0)
+        # 1: it was saved where no scale is needed.
+        policy.loss_scale = scale if scale > 1 else 2.0 ** 14
+    return policy
+
+
+def compute_dtype(device: torch.device, lora: bool) -> torch.dtype:
+    """fp32 on a CPU and for full fine-tuning (AdamW loses its small steps in 16 bit); under
+    adapters bf16, or fp16 where a card has no bf16."""
+    if device.type == "cpu" or not lora:
+        return torch.float32
+    bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.bfloat16 if bf16 else torch.float16
+
+
+def _weights(cfg, device: torch.device, dtype: torch.dtype) -> dict:
+    """from_pretrained's arguments: in which numbers the base is kept."""
+    if cfg.tune == "full":
+        return dict(dtype=dtype)
+    if cfg.tune == "lora":
+        return dict(dtype=dtype, device_map={"": device})
+    from transformers import BitsAndBytesConfig
+    nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4",
+                             bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype)
+    return dict(dtype=dtype, device_map={"": device}, quantization_config=nf4)
+
+
+def _refuse_other_models(model, path: str) -> None:
+    """ValueError for models whose logits or attention are not what the kernel and the cache
+    compute."""
+    for name in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
+        if getattr(model.config, name, None) not in (None, 1, 1.0):
+            raise ValueError(f"{path!r} changes its logits by {name}; seed_mini scores hidden @ "
+                             "head.T / temperature only.")
+    if any(type(layer) is not DynamicLayer for layer in DynamicCache(config=model.config).layers):
+        raise ValueError(f"{path!r} has layers without full attention (a sliding window, say); the "
+                         "cache of seed_mini's generation knows full attention only.")
+
+
+def base_check(model) -> list[float]:
+    """A few numbers of the base's embedding, saved with an adapter: names and folders of a base
+    change, its weights do not."""
+    return model.get_input_embeddings().weight[:4, :4].float().flatten().tolist()
+
+
+def _add_lora(cfg, model, adapter: Path | None, trainable: bool):
+    """LoRA on every linear layer but the head. A tied head is the embedding: an adapter there would
+    change both, so it is left alone.
+
+    peft's prepare_model_for_kbit_training is not called: it would turn embedding and head to fp32
+    (twice 0.6 GB for Qwen3-1.7B).
+    """
+    from peft import LoraConfig, get_peft_model
+    # bitsandbytes: on CPUs with AVX512-BF16 the first forward without gradient would repack the
+    # weights, round their scales to bf16, and switch to a product that has no gradient.
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+    if adapter is not None:
+        return _put_adapter(model, adapter, trainable)
+    # peft draws the A matrices from torch's global generator.
+    with torch.random.fork_rng():
+        torch.manual_seed(cfg.seed)
+        return get_peft_model(model, LoraConfig(r=LORA_RANK, lora_alpha=2 * LORA_RANK,
+                                                target_modules="all-linear", task_type="CAUSAL_LM"))
+
+
+def _put_adapter(model, folder: Path, trainable: bool):
+    """Load an adapter; ValueError, with the reason, for one of another base, or one that would not
+    do here what it was trained to do."""
+    from peft import PeftConfig, PeftModel
+    from peft.tuners.tuners_utils import check_target_module_exists
+    from safetensors import safe_open
+    config, check = PeftConfig.from_pretrained(folder), folder / "seed_mini.json"
+    if config.peft_type != "LORA":
+        raise ValueError(f"the adapter {str(folder)!r} is of type {config.peft_type}; seed_mini "
+                         "knows LoRA only.")
+    modules = dict(model.named_modules())
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    tied = head.weight is embedding.weight
+    for name in [n for n, m in modules.items() if m is head or (tied and m is embedding)]:
+        saved = any(name.endswith(part) for part in config.modules_to_save or ())
+        if config.trainable_token_indices or saved or check_target_module_exists(config, name):
+            why = ("head and embedding are one tied matrix in this model, and an adapter on one "
+                   "silently changes or misses the other" if tied else
+                   "log-probs are computed from the frozen head, so it would have no effect")
+            raise ValueError(f"the adapter {str(folder)!r} changes {name}: {why}.")
+    with safe_open(folder / "adapter_model.safetensors", "pt") as f:
+        names = list(f.keys())
+    layers = {name.removeprefix("base_model.model.").partition(".lora_")[0] for name in names}
+    numbers = json.loads(check.read_text())["base_check"] if check.exists() else base_check(model)
+    # A RuntimeError: other sizes.
+    with contextlib.suppress(RuntimeError):
+        same = np.allclose(numbers, base_check(model), rtol=0.01, atol=1e-5)
+        if same and layers <= modules.keys():
+            loaded = PeftModel.from_pretrained(model, folder, is_trainable=trainable)
+            # Where the base is now, for --resume.
+            loaded.peft_config["default"].base_model_name_or_path = model.name_or_path
+            return loaded
+    raise ValueError(f"the adapter {str(folder)!r} was made for {config.base_model_name_or_path!r} "
+                     f"and does not fit {model.name_or_path!r}.")
+
+
 MODEL_CARD = """---
 base_model: {base}
 library_name: peft
@@ -805,19 +1009,8 @@ def save_policy(policy: Policy, path: Path, env: str) -> None:
     policy.tokenizer.save_pretrained(path)
 
 
-def load_optimizer(optimizer: torch.optim.Optimizer, path: Path) -> None:
-    """Put saved AdamW moments back, bit for bit; no file, nothing to put back."""
-    if not path.exists():
-        return
-    state = {}
-    for name, value in load_file(path).items():
-        index, key = name.split(".", 1)
-        state.setdefault(int(index), {})[key] = value
-    optimizer.load_state_dict(optimizer.state_dict() | dict(state=state))
-
-
 # --------------------------------------------------------------------------------------------------
-# 4. Reports: progress lines, warnings, curves, report
+# 5. Reports: progress lines, warnings, curves, report
 # --------------------------------------------------------------------------------------------------
 def safe(text: str) -> str:
     """Text that is safe to print: model and environment text may hold terminal escape codes."""
@@ -991,7 +1184,7 @@ def write_report(run: Run) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# 5. Memory: what fits on a card
+# 6. Memory: what fits on a card
 # --------------------------------------------------------------------------------------------------
 # All of it follows from config.json, so it can be said before anything is loaded. GB = 1e9 bytes.
 # Qwen3-1.7B's as published, for --dry_run without a network.
@@ -1129,7 +1322,7 @@ def dry_run(cfg, path: str) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# 6. The endpoint: any OpenAI-compatible server, through huggingface_hub's client
+# 7. The endpoint: any OpenAI-compatible server, through huggingface_hub's client
 # --------------------------------------------------------------------------------------------------
 # Of one HTTP answer.
 MAX_BODY_BYTES = 4_000_000
@@ -1279,7 +1472,7 @@ def _bound_body(response, timeout: float) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# 7. The border: bad options
+# 8. The border: bad options
 # --------------------------------------------------------------------------------------------------
 CHOICES = dict(method=("seed", "grpo"), analyzer=("rule", "endpoint"),
                tune=(None, "full", "lora", "qlora"),
@@ -1335,3 +1528,39 @@ def check_config(cfg) -> None:
                   f"{', '.join(envs.SPLITS)}.")
     need("/" not in cfg.name and cfg.name not in (".", ".."),
          f"--name {cfg.name!r} must be a plain folder name.")
+
+
+def first_weights(cfg, own: str) -> str:
+    """Where a fresh run's weights come from: its `own` model, or the Stage-1 result of another run,
+    which must be one of the same world, model and format."""
+    if not cfg.sft_from:
+        return own
+    source, saved = Path(cfg.sft_from) / START / "policy", run_config(Path(cfg.sft_from))
+    if not (source.exists() and saved):
+        raise ValueError(f"--sft_from {cfg.sft_from}: there is no Stage-1 result ({source}).")
+    now, shared = dataclasses.asdict(cfg), ("env", "env_args", "model", "tune", "think")
+    differs = [f"--{k} was {saved[k]!r} there and is {now[k]!r} here" for k in shared
+               if saved.get(k, now[k]) != now[k]]
+    if differs:
+        raise ValueError(f"--sft_from {cfg.sft_from}: arms that share a start must share these: "
+                         f"{'; '.join(differs)}.")
+    return str(source)
+
+
+def need_analyzer(env: envs.Env, cfg) -> None:
+    """ValueError if Stage 1 (or the static ablation) needs rules that this world does not have."""
+    needed = (not cfg.sft_from and cfg.ablate != "no_sft") or cfg.ablate == "static"
+    if needed and cfg.analyzer == "rule" and not envs.has(env, "hindsight"):
+        raise ValueError(f"{env.name} has no rule analyzer: give its class Env a hindsight(), or "
+                         "take --analyzer endpoint, or leave Stage 1 out by --ablate no_sft.")
+
+
+def world_help(argv: list[str], default: str) -> str:
+    """What --help says about the world of this command line: its description and settings."""
+    name = next((b for a, b in zip(argv, argv[1:]) if a == "--env"), default)
+    with contextlib.suppress(ValueError):
+        world = envs.find(name)
+        settings = " ".join(f"{k}={v}" for k, v in envs.settings_of(world).items())
+        about = " ".join((world.__doc__ or "").split())
+        return f"Settings of --env {name} (--env_args): {settings or 'none'}. {about} "
+    return ""

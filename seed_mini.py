@@ -51,10 +51,10 @@ try:
     import runs
     import skills
     from envs import Episode, Step, Task, counted_rng
-    from policy import (KVBatch, Policy, Sequence, base_of, complete, freeze_reference,
-                        generate_turn, is_lora, load_policy, micro_batches, model_config, pad,
-                        reference_of, response_hidden, score, token_logp)
-    from runs import Pool, Run, smaller_on_oom
+    from policy import (KVBatch, Policy, Sequence, complete, freeze_reference, generate_turn,
+                        is_lora, micro_batches, pad, reference_of, response_hidden, score,
+                        token_logp)
+    from runs import Pool, Run, base_of, load_policy, model_config, smaller_on_oom
 except ImportError as error:
     if __name__ != "__main__" or "--debug" in sys.argv:
         raise
@@ -758,23 +758,6 @@ def find_tasks(cfg: Config) -> tuple[envs.Env, dict[str, list[Task]], str]:
     return env, tasks, notice
 
 
-def first_weights(cfg: Config) -> str:
-    """Where a fresh run's weights come from: the model, or the Stage-1 result of another run, which
-    must be one of the same world, model and format."""
-    if not cfg.sft_from:
-        return weights_of(cfg)
-    source, saved = Path(cfg.sft_from) / runs.START / "policy", runs.run_config(Path(cfg.sft_from))
-    if not (source.exists() and saved):
-        raise ValueError(f"--sft_from {cfg.sft_from}: there is no Stage-1 result ({source}).")
-    now, shared = dataclasses.asdict(cfg), ("env", "env_args", "model", "tune", "think")
-    differs = [f"--{k} was {saved[k]!r} there and is {now[k]!r} here" for k in shared
-               if saved.get(k, now[k]) != now[k]]
-    if differs:
-        raise ValueError(f"--sft_from {cfg.sft_from}: arms that share a start must share these: "
-                         f"{'; '.join(differs)}.")
-    return str(source)
-
-
 def start(policy: Policy, pool: Pool, tasks: dict, run: Run) -> None:
     """From the base to the policy Stage 2 starts from: evaluation, Stage 1 (or its reuse, or not),
     evaluation. Ends with checkpoint 0."""
@@ -811,26 +794,18 @@ def static_library(policy: Policy, pool: Pool, tasks: list[Task], run: Run) -> d
     return library["skills"]
 
 
-def need_analyzer(env: envs.Env, cfg: Config) -> None:
-    """ValueError if Stage 1 (or the static ablation) needs rules that this world does not have."""
-    needed = (not cfg.sft_from and cfg.ablate != "no_sft") or cfg.ablate == "static"
-    if needed and cfg.analyzer == "rule" and not envs.has(env, "hindsight"):
-        raise ValueError(f"{env.name} has no rule analyzer: give its class Env a hindsight(), or "
-                         "take --analyzer endpoint, or leave Stage 1 out by --ablate no_sft.")
-
-
 def train(cfg: Config, notice: str = "") -> None:
     """The whole method, from the first evaluation to the report. `notice`: a line to print
     first."""
     run = Run(cfg)
     going_on = run.to_resume()
-    weights = "" if going_on else first_weights(cfg)
+    weights = "" if going_on else runs.first_weights(cfg, weights_of(cfg))
     if notice:
         run.say(notice)
     # First: a wrong model must not leave a run's folder behind.
     policy = None if going_on else load_policy(cfg, weights)
     env, tasks, notice = find_tasks(cfg)
-    need_analyzer(env, cfg)
+    runs.need_analyzer(env, cfg)
     run.say(notice)
     if not tasks["train"]:
         raise ValueError("there is no training task (train split empty).")
@@ -867,22 +842,11 @@ def train(cfg: Config, notice: str = "") -> None:
     run.say(f"report: {run.dir / 'report.md'}")
 
 
-def world_help(argv: list[str]) -> str:
-    """What --help says about the world of this command line: its description and settings."""
-    name = next((b for a, b in zip(argv, argv[1:]) if a == "--env"), Config.env)
-    with contextlib.suppress(ValueError):
-        world = envs.find(name)
-        settings = " ".join(f"{k}={v}" for k, v in envs.settings_of(world).items())
-        about = " ".join((world.__doc__ or "").split())
-        return f"Settings of --env {name} (--env_args): {settings or 'none'}. {about} "
-    return ""
-
-
 def main(argv: list[str] | None = None) -> int:
     """Command line. 0 = done, 2 = bad input or a run that cannot go on (one sentence), 130 = Ctrl-C
     and 143 = SIGTERM (both resumable)."""
     profiles = [f"{p}: " + ", ".join(f"{k}={v}" for k, v in d.items()) for p, d in PROFILES.items()]
-    about = world_help(sys.argv[1:] if argv is None else argv)
+    about = runs.world_help(sys.argv[1:] if argv is None else argv, Config.env)
     parser = HfArgumentParser(
         Config, prog="python seed_mini.py", description=__doc__.split("\n")[0],
         usage="%(prog)s [--option value ...] (--help explains every option)",

@@ -27,7 +27,8 @@ import runs  # noqa: E402
 import seed_mini as sm  # noqa: E402
 import skills  # noqa: E402
 from environments.alfworld_games import TASK_TYPES  # noqa: E402
-from policy import freeze_reference, load_policy  # noqa: E402
+from policy import freeze_reference  # noqa: E402
+from runs import load_policy  # noqa: E402
 
 # As Qwen3's: no default system turn; the generation prompt closes the thinking when it is off;
 # older answers lose theirs.

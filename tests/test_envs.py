@@ -51,11 +51,9 @@ def games(tmp_path_factory):
     )
 
 
-def world(step_timeout=20.0, file="alfworld"):
+def world(file="alfworld"):
     """What a pool needs of ALFWorld, or of the world in another file."""
-    env = envs.make(envs.find(str(file)), ["games=generated"])
-    env.step_timeout = step_timeout
-    return env
+    return envs.make(envs.find(str(file)), ["games=generated"])
 
 
 @pytest.fixture(scope="module")
@@ -462,7 +460,7 @@ def test_a_pool_plays_as_single_environments_do(games):
 def test_faults_end_one_episode_and_restore_all_others_exactly(games):
     # Slots 0-3 on the first worker, 4-7 on the second.
     chosen = [games[0]] * 4 + [games[3]] * 4
-    with Pool(world(file=FAULTY), workers=2) as pool, Pool(world(), workers=1) as calm:
+    with Pool(world(FAULTY), workers=2) as pool, Pool(world(), workers=1) as calm:
         seen, _ = pool_episode(pool, chosen, range(8), 6), pool_episode(calm, chosen, range(8), 6)
         won = {slot for slot in range(8) if any(seen[slot][-1][2:4])}
         # Or the test below would test less than it says.
@@ -501,7 +499,7 @@ def test_faults_end_one_episode_and_restore_all_others_exactly(games):
 
 
 def test_an_episode_lost_while_it_is_replayed_is_reported_when_it_is_next_stepped(games):
-    with Pool(world(5, FAULTY), workers=1) as pool:
+    with Pool(world(FAULTY), workers=1) as pool:
         pool.reset(games[:3])
         # As if it had just survived this.
         pool._running[2] = pool._running[2]._replace(actions=["die"])

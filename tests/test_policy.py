@@ -18,12 +18,12 @@ from policy import (
     complete,
     freeze_reference,
     generate_turn,
-    load_policy,
     micro_batches,
     sample,
     score,
     token_logp,
 )
+from runs import load_policy
 from test_seed_mini import base, games, games_root, played, pool  # noqa: F401  (fixtures)
 from test_seed_mini import BASE, all_logits, config, flat, keys, naive_logps, short, wide
 

@@ -24,7 +24,8 @@ import runs
 import seed_mini as sm
 import skills
 from environments import alfworld_games
-from policy import load_policy, score
+from policy import score
+from runs import load_policy
 
 REPO = Path(sm.__file__).parent
 BASE = sm.TINY / "alfworld"
