@@ -1,4 +1,4 @@
-"""envs.py: what an environment is, how one is found by its name, and how many are played at once.
+"""envs.py: what an environment is, how one is found by its name, and how a worker plays it.
 
 A world is one flat file that fills in one class: `class Env(envs.Env)`. The trainer knows nothing
 else about it: no task types, no commands, no wording. `--env NAME` takes environments/NAME.py, or
@@ -7,7 +7,7 @@ NAME.py in the folder you stand in, or a path to a file; a world of your own nee
     1  data        Task, Step, Episode: plain, and JSON from end to end
     2  Env         the interface, with a default for whatever a world leaves out
     3  finding     a name becomes a class, key=value becomes its settings
-    4  playing     Pool: many episodes at once, in this process or in workers, by the same two calls
+    4  playing     the far end of runs.Pool, which plays many at once; and a check by an expert
 
 An observation is text. The paper also has worlds with pictures: there an observation would be a
 text and an image, `prompt` and `turn` would return both, and policy.encode would have to know what
@@ -36,7 +36,7 @@ HERE = Path(__file__).resolve().parent
 SPLITS = ("train", "valid_seen", "valid_unseen")
 
 
-# ------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # 1. Data
 # --------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def wilson(wins: int, n: int) -> tuple[float, float]:
     return low if wins else 0.0, high if wins < n else 1.0
 
 
-# ------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # 2. The interface
 # --------------------------------------------------------------------------------------------------
 class Env:
@@ -247,7 +247,7 @@ class Env:
         return out
 
 
-# ------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # 3. Finding one by its name
 # --------------------------------------------------------------------------------------------------
 def find(name: str) -> type[Env]:
@@ -283,13 +283,16 @@ def settings_of(world: type[Env], pairs: list[str] = ()) -> dict:
     """A world's settings: its defaults, changed by key=value pairs. ValueError for what it does not
     know.
 
-    A value is read as the type of its default.
+    A value is read as the type of its default, which must be a text, a number or a truth value.
     """
-    if world.__init__ is object.__init__:
-        known = {}
-    else:
+    known = {}
+    if world.__init__ is not object.__init__:
         known = {p.name: p.default
                  for p in list(inspect.signature(world.__init__).parameters.values())[1:]}
+    odd = [k for k, v in known.items() if not isinstance(v, (str, int, float))]
+    if odd:
+        raise ValueError(f"{world.name}: the setting {odd[0]!r} of its class Env needs a default "
+                         "that is a text, a number, True or False.")
     for pair in pairs:
         key, found, text = pair.partition("=")
         if not found or key not in known:
@@ -297,11 +300,11 @@ def settings_of(world: type[Env], pairs: list[str] = ()) -> dict:
             raise ValueError(f"--env_args {pair!r}: the settings of {world.name} are {allowed}.")
         kind = type(known[key])
         try:
-            known[key] = {"true": True,
-                          "false": False}[text.lower()] if kind is bool else kind(text)
+            truth = {"true": True, "false": False}
+            known[key] = truth[text.lower()] if kind is bool else kind(text)
         except (ValueError, KeyError):
-            raise ValueError(
-                f"--env_args {pair!r}: {key} must be {kind.__name__}, not {text!r}.") from None
+            raise ValueError(f"--env_args {pair!r}: {key} must be {kind.__name__}, not "
+                             f"{text!r}.") from None
     return known
 
 
@@ -324,8 +327,8 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "seed_mini"
 
 
-# ------------------------------------------------------------------------------------------------
-# 4. Playing many at once
+# --------------------------------------------------------------------------------------------------
+# 4. Playing: the worker's side of runs.Pool, and the check before a run
 # --------------------------------------------------------------------------------------------------
 def _worker(world: str) -> None:
     """Main of a worker: requests on stdin, one JSON line per answer on what was stdout when it

@@ -1,7 +1,7 @@
 """alfworld_games.py: the games of ALFWorld, official ones on disk, or generated houses in the same
 layout.
 
-Opened only by whoever wants to know how; environments/alfworld.py imports it inside tasks().
+Opened only by whoever wants to know how. It imports without alfworld's packages.
 """
 from __future__ import annotations
 
@@ -89,6 +89,9 @@ def wheel(name: str):
     os.environ["ALFWORLD_DATA"] = tempfile.gettempdir()
     try:
         return importlib.import_module(name)
+    except ImportError as error:
+        raise ImportError(f"ALFWorld is not installed: pip install -r requirements.txt ({error})"
+                          ) from error
     finally:
         del os.environ["ALFWORLD_DATA"]
         if before is not None:

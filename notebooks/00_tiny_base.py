@@ -117,9 +117,9 @@ def build_tokenizer(game_texts: list[str]):
                                    eos_token="<|end|>",
                                    additional_special_tokens=["<|user|>", "<|assistant|>"],
                                    clean_up_tokenization_spaces=False)
-    fast.chat_template = ("{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] }}{% "
-                          "if m['role'] == 'assistant' %}{{ '<|end|>' }}{% endif %}" "{% endfor "
-                          "%}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}")
+    fast.chat_template = ("{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] }}"
+                          "{% if m['role'] == 'assistant' %}{{ '<|end|>' }}{% endif %}{% endfor %}"
+                          "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}")
     return fast
 
 
@@ -260,8 +260,8 @@ def advice(info: alfworld.TaskInfo, where: str, rng) -> tuple[str, str]:
         mistakes = ["passed", "not opened", "revisited", "not found", "wrong object",
                     "no effect", "dropped"]
         mistakes += ["untreated", "not treated"] if info.verb else []
-        mistakes += ["lamp first",
-                     "not lit"] if info.task_type == "look_at_obj_in_light" else ["not delivered"]
+        look = info.task_type == "look_at_obj_in_light"
+        mistakes += ["lamp first", "not lit"] if look else ["not delivered"]
         mistakes += ["only one"] if info.count == 2 else []
         return alfworld.failure_skill(info, str(rng.choice(mistakes))), ""
     return alfworld.success_skill(info, where), where
@@ -337,9 +337,10 @@ def make_corpus(games: list[envs.Task], episodes: int) -> list[dict]:
 # sees the request for a skill, nor JSON: writing skills is left to Stage 1.
 
 # %%
-QUESTIONS = ["Question: which object is the task about?", "Question: where must it go, or which "
-             "lamp is needed?", "Question: which tool is needed?",
-             "Question: was it taken?", "Question: where was it found?",
+QUESTIONS = ["Question: which object is the task about?",
+             "Question: where must it go, or which lamp is needed?",
+             "Question: which tool is needed?", "Question: was it taken?",
+             "Question: where was it found?",
              "Question: which object was taken first?", "yes", "no", "none"]
 
 
@@ -400,8 +401,8 @@ def renamed(record: dict, key: int) -> dict:
 def listing(names: list[str]) -> str:
     """"you see a mug 1, and a pen 1" as the engine says it."""
     names = [f"a {n}" for n in sorted(names)]
-    return "you see " + ("nothing" if not names else ", ".join(names[:-1]) + f", and {names[-1]}"
-                         if len(names) > 1 else names[0]) + "."
+    several = ", ".join(names[:-1]) + f", and {names[-1]}" if len(names) > 1 else "".join(names)
+    return f"you see {several or 'nothing'}."
 
 
 def dream_house(rng, size: int) -> tuple[alfworld.TaskInfo, dict, set]:
@@ -413,8 +414,8 @@ def dream_house(rng, size: int) -> tuple[alfworld.TaskInfo, dict, set]:
                      "desklamp" if task_type.startswith("look") else str(rng.choice(PLACES)))
     info = alfworld.TaskInfo(task_type, thing, target, 1 + ("two" in task_type), verb,
                              alfworld.TREATMENTS.get(verb, ""))
-    kinds = ([str(k) for k in rng.choice([p for p in PLACES if p != target], size=size)] + [target]
-             * (target != "desklamp") + [info.tool] * bool(verb))
+    kinds = [str(k) for k in rng.choice([p for p in PLACES if p != target], size=size)]
+    kinds += [target] * (target != "desklamp") + [info.tool] * bool(verb)
     places = sorted({f"{k} {int(rng.integers(1, 4))}" for k in kinds},
                     key=lambda p: (p.split()[0], -int(p.split()[1])))
     inside = {p: [f"{rng.choice(THINGS)} {rng.integers(1, 4)}" for _ in range(rng.integers(0, 4))]
@@ -479,8 +480,8 @@ def dream(key: int, size: int) -> dict:
 # the token sequences it will act in.
 
 # %%
-def tokens(policy: Policy, cfg: seed_mini.Config, record: dict, index: int) -> tuple[list[int],
-                                                                                     list[bool]]:
+def tokens(policy: Policy, cfg: seed_mini.Config, record: dict,
+           index: int) -> tuple[list[int], list[bool]]:
     """Ids of one record and a mask of what is imitated: the commands (or the answer to the
     question) and their end tokens."""
     steps = record["steps"]
@@ -711,7 +712,5 @@ if __name__ == "__main__":
     print(progress_line(alone), progress_line(advised), sep="\n")
     replies = seed_mini.analyze_own(policy, WORLD, cfg, rolls, 0, {}, Counter())
     print("asked for a skill:", [reply.status for reply in replies])
-    assert not any(reply.skill for reply in replies), ("the base must not write skills yet: that "
-                                                       "is Stage 1's work")
-    assert QUICK or advised["success"] > alone["success"] + 0.1, ("a right skill in the context "
-                                                                  "must help")
+    assert not any(reply.skill for reply in replies), "writing skills is left to Stage 1"
+    assert QUICK or advised["success"] > alone["success"] + 0.1, "a right skill must help"
