@@ -203,7 +203,7 @@ class Pool:
 
     def _set_deadline(self, worker) -> None:
         actions = len(worker.queue[0].message()["actions"]) if worker.queue else 0
-        worker.deadline = time.monotonic() + self.step_timeout * max(1, actions) + worker.patience
+        worker.deadline = time.monotonic() + self.step_timeout * max(1, actions)
 
     def _collect(self, w: int, results: dict) -> None:
         """Takes the answers that have arrived from worker w; they come in the order of the
@@ -215,7 +215,6 @@ class Pool:
         *lines, worker.partial = (worker.partial + chunk).split(b"\n")
         for line in lines:
             self._take(worker.queue.pop(0), json.loads(line), results)
-            worker.patience = 0.0
         self._set_deadline(worker)
 
     def _take(self, request: _Request, answer: dict, results: dict) -> None:
@@ -263,8 +262,6 @@ def _start_worker(world: str) -> subprocess.Popen:
                               stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
                               start_new_session=True)
     worker.errors, worker.queue, worker.partial = errors, [], b""
-    # Seconds more for the first answer, in which an engine is imported.
-    worker.patience = 60.0
     return worker
 
 

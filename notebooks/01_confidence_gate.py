@@ -118,8 +118,8 @@ print("\nThe block that goes into the teacher's context, right after the task li
       + skills.skill_block(replies[W].skill))
 print("and the skill of the lost episode\n" + skills.skill_block(replies[L].skill))
 assert all(reply.status == "ok" for reply in replies)
-assert replies[W].skill.startswith(alfworld.SEARCH) and replies[L].skill.startswith(
-    "Do not"), "a win gives a workflow, a loss what to avoid"
+assert replies[W].skill.startswith(alfworld.SEARCH), "a win gives a workflow"
+assert replies[L].skill.startswith("Do not"), "a loss what to avoid"
 
 # %% [markdown]
 # ## 3. The same tokens, scored twice
@@ -144,8 +144,8 @@ gate = [losses.confidence_gate(t, s, cfg.beta_opd) for t, s in zip(teacher, stud
 
 block = len(policy.encode(skills.skill_block(replies[W].skill)))
 (ids, on), (ids_s, on_s), cut = plain[W], advised[W], rolls[W].cut
-assert ids_s[:cut] + ids_s[cut + block:] == ids and sum(on) == sum(on_s), ("nothing but the "
-                                                                           "block differs")
+assert ids_s[:cut] + ids_s[cut + block:] == ids and sum(on) == sum(on_s), (
+    "nothing but the block differs")
 gap = max((torch.tensor([lp for lp, on in zip(r.logp, r.sampled) if on]) - s).abs().max().item()
           for r, s in zip(rolls, student))
 print(f"the skill block is {block} tokens; sampler and scorer differ by at most {gap:.1e} nats")
@@ -196,8 +196,9 @@ def draw(index: int, delta: torch.Tensor, skill: str, title: str) -> None:
                                    edgecolor="black", lw=0.6))
         ink = "white" if g[k] > 0.55 else "black"
         ax.text(x + width / 2, -row + 0.17, text, ha="center", va="center", color=ink, fontsize=8)
-        ax.text(x + width / 2, -row - 0.23, f"{float(delta[k]):+.2f}" if abs(delta[k]) >= 0.005
-                else "0", ha="center", va="center", color=ink, fontsize=6.5)
+        number = f"{float(delta[k]):+.2f}" if abs(delta[k]) >= 0.005 else "0"
+        ax.text(x + width / 2, -row - 0.23, number, ha="center", va="center", color=ink,
+                fontsize=6.5)
         x += width + 0.05
         right = max(right, x)
     ax.set(xlim=(-4.6, max(right, 7.0)), ylim=(-len(steps) + 0.45, 0.6))
@@ -236,7 +237,7 @@ ax.legend(loc="lower right", fontsize=8)
 plt.show()
 idle = torch.cat(delta).abs() < 0.05
 print(f"{idle.float().mean():.0%} of all tokens have |Delta| < 0.05: the skill has no opinion. "
-      "Mean student probability there: " f"{torch.cat(student)[idle].exp().mean():.2f}, elsewhere "
+      f"Mean student probability there: {torch.cat(student)[idle].exp().mean():.2f}, elsewhere "
       f"{torch.cat(student)[~idle].exp().mean():.2f}")
 assert (idle.float().mean() > 0.2
         and torch.cat(student)[idle].exp().mean() > torch.cat(student)[~idle].exp().mean())
@@ -277,8 +278,8 @@ axes[0].legend(fontsize=7, loc="upper left")
 for ax, (name, rows), label in zip(axes[1:], shares.items(),
                                    ("share of the gate's weight", "share of the push  g (1 - p)")):
     bottom = np.zeros(len(betas))
-    for k, (kind, colour,
-            hatch) in enumerate(zip(kinds, (BLUE, "white", ORANGE), ("", "....", "///"))):
+    looks = zip(kinds, (BLUE, "white", ORANGE), ("", "....", "///"))
+    for k, (kind, colour, hatch) in enumerate(looks):
         ax.bar(range(len(betas)), 100 * rows[:, k], bottom=bottom, color=colour, hatch=hatch,
                edgecolor="black", lw=0.6, label=kind)
         bottom += 100 * rows[:, k]
@@ -324,10 +325,10 @@ up, down = 1 / (1 + math.exp(-1)), 1 / (1 + math.exp(1))
 assert math.isclose(loss.item(), (up * 1 + down * -1) / 2)
 assert torch.allclose(l_theta.grad,
                       torch.tensor([[-up / 2, -down / 2], [0, 0]], dtype=torch.float64))
-assert losses.opd_loss(l_theta, l_skill, torch.zeros_like(mask),
-                       1.0).item() == 0.0, "no skill anywhere: exactly 0, and no NaN"
-assert losses.opd_loss(torch.zeros(1, 1), -torch.ones(1, 1), torch.ones(1, 1),
-                       1.0) < 0, "the value may be negative: watch the gate, not the loss"
+assert losses.opd_loss(l_theta, l_skill, torch.zeros_like(mask), 1.0).item() == 0.0, (
+    "no skill anywhere: exactly 0, and no NaN")
+assert losses.opd_loss(torch.zeros(1, 1), -torch.ones(1, 1), torch.ones(1, 1), 1.0) < 0, (
+    "the value may be negative: watch the gate, not the loss")
 
 # %% [markdown]
 # ## 7. What kind of gradient is this? Against plain NLL and reverse KL
@@ -387,8 +388,8 @@ assert torch.allclose(three["opd"], torch.tensor([[1 / 3], [2 / 3], [1 / 2]], dt
                       * (torch.eye(3, dtype=torch.float64) - p3))
 assert (three["opd"].diagonal() > 0).all(), "whatever is sampled is pushed up"
 assert torch.allclose(three["mean_nll"], torch.zeros(3, dtype=torch.float64), atol=1e-15)
-assert torch.allclose(three["mean_opd"], exact / 96) and torch.allclose(three["kl"],
-                                                                        math.log(2) / 16 * exact)
+assert torch.allclose(three["mean_opd"], exact / 96)
+assert torch.allclose(three["kl"], math.log(2) / 16 * exact)
 
 # %%
 fig, axes = plt.subplots(1, 2, figsize=(10, 3))
@@ -429,10 +430,10 @@ for beta in (0.01, 1, 2, 5, 10, 20):
     a, b = g50["mean_opd"], beta / 4 * g50["kl"]
     table.append((float(torch.cosine_similarity(a, b, dim=0)), float(a.norm() / b.norm())))
     print(f"beta {beta:5.2f}   cosine {table[-1][0]:.4f}   size {table[-1][1]:.3f}")
-assert table[0][0] > 0.9999 and abs(table[0][1]
-                                    - 1) < 1e-3, "small beta: a reverse KL, times beta / 4"
-assert all(a[1] > b[1]
-           for a, b in zip(table, table[1:])) and table[-1][1] < 0.5, "large beta: saturated"
+assert table[0][0] > 0.9999 and abs(table[0][1] - 1) < 1e-3, (
+    "small beta: a reverse KL, times beta / 4")
+assert all(a[1] > b[1] for a, b in zip(table, table[1:])), "the larger, the more saturated"
+assert table[-1][1] < 0.5, "large beta: saturated"
 assert min(c for c, _ in table) > 0.8, "still much the same direction"
 
 # %% [markdown]
@@ -448,8 +449,8 @@ draw(L, delta[L], replies[L].skill, f"Lost: {rolls[L].episode.goal}")
 kept = (delta[L] > 0.05).float().mean()
 print(f"{kept:.0%} of the lost episode's tokens have Delta > 0.05")
 lost_delta = torch.cat([delta[i] for i in np.flatnonzero(~won)])
-assert (lost_delta > 0.05).any() and (lost_delta < -0.05).any(), ("a loss has both: moves to teach "
-                                                                  "and moves to leave alone")
+assert (lost_delta > 0.05).any() and (lost_delta < -0.05).any(), (
+    "a loss has both: moves to teach and moves to leave alone")
 
 # %% [markdown]
 # Now the won episode again, but with the skill of *another task*: same tokens, same weights, a
@@ -462,8 +463,9 @@ strangers = [i for i, r in enumerate(rolls) if r.episode.kind != info.task_type
              and alfworld.parse_task(r.episode.goal).target != info.target]
 stranger = strangers[0]
 wrong = score(policy, [seed_mini.with_skill(policy, rolls[W], replies[stranger].skill)], cfg)[0][0]
-draw(W, wrong - student[W], replies[stranger].skill, f"Won: {rolls[W].episode.goal}. Scored with "
-     f"the skill of another task: {rolls[stranger].episode.goal}")
+draw(W, wrong - student[W], replies[stranger].skill,
+     f"Won: {rolls[W].episode.goal}. Scored with the skill of another task: "
+     f"{rolls[stranger].episode.goal}")
 g = losses.confidence_gate(wrong, student[W], cfg.beta_opd)
 moved = (g - gate[W]).abs() > 0.1
 print("gates that moved by more than 0.1, own -> stranger's skill:",
@@ -518,15 +520,15 @@ mean_gate = {key: float(torch.sigmoid(cfg.beta_opd * torch.cat(rows)).mean())
 apart = {tokens: mean_gate["both", tokens, "own skill"] - mean_gate["both", tokens, "shuffled"]
          for tokens in SETS}
 print("own minus shuffled, mean gate:", {tokens: round(v, 3) for tokens, v in apart.items()})
-assert apart["deciding choices"] > 0, ("where it matters, the own skill opens the gate wider than "
-                                       "a stranger's")
+assert apart["deciding choices"] > 0, (
+    "where it matters, the own skill opens the gate wider than a stranger's")
 assert apart["deciding choices"] > apart["all tokens"], "and more so than on the average token"
 
 # %%
 fig, axes = plt.subplots(1, 2, figsize=(9, 3), sharey=True)
 for ax, tokens in zip(axes, SETS):
-    for k, (name, colour,
-            hatch) in enumerate((("own skill", BLUE, ""), ("shuffled", "white", "////"))):
+    looks = (("own skill", BLUE, ""), ("shuffled", "white", "////"))
+    for k, (name, colour, hatch) in enumerate(looks):
         rows = [torch.stack([torch.sigmoid(cfg.beta_opd * d).mean()
                              for d in results[outcome, tokens, name]])
                 for outcome in ("won", "lost")]
@@ -556,8 +558,8 @@ lowest = x.sort().values[:max(1, len(x) // 20)]
 print(f"mean Delta {x.mean():+.3f}; without the lowest 5% of the tokens "
       f"{(x.sum() - lowest.sum()) / (len(x) - len(lowest)):+.3f}; lowest {x.min():+.1f} nats")
 few = len(lowest) / len(x)
-assert lowest.sum().abs() > 5 * few * x.abs().sum(), ("5% of the tokens hold far more than 5% of "
-                                                      "all |Delta|")
+assert lowest.sum().abs() > 5 * few * x.abs().sum(), (
+    "5% of the tokens hold far more than 5% of all |Delta|")
 
 # %% [markdown]
 # ## 9. Where it fails
@@ -609,12 +611,12 @@ assert (l.grad <= 0).all(), "descent raises every sampled token's log-prob, or l
 # happens to be sampled more often is sampled still more often.
 
 # %%
-def drift(steps: int, replicas: int = 64, batch: int = 8, lr: float = 0.6) -> tuple[list[float],
-                                                                                    torch.Tensor]:
+def drift(steps: int, replicas: int = 64, batch: int = 8,
+          lr: float = 0.6) -> tuple[list[float], torch.Tensor]:
     """SGD on L_opd with Delta = 0 everywhere, from the uniform distribution: mean entropy by step,
     final probabilities [replicas, 3]."""
-    rng, z, entropy = torch.Generator().manual_seed(0), torch.zeros(replicas, 3,
-                                                                    requires_grad=True), []
+    rng, entropy = torch.Generator().manual_seed(0), []
+    z = torch.zeros(replicas, 3, requires_grad=True)
     for _ in range(steps):
         logp = z.log_softmax(1)
         entropy.append(float(torch.special.entr(logp.detach().exp()).sum(1).mean()))

@@ -498,8 +498,8 @@ kernel = losses.chunked_logprob(h, w, y).double()
 errors = {"naive log_softmax": (rounded - truth).abs(), "seed_mini": (kernel - truth).abs()}
 fig, ax = plt.subplots(figsize=(6.5, 3.2))
 for name, error in errors.items():
-    ax.scatter(truth, error.clamp(min=1e-6), s=14, facecolors="none" if name == "naive log_softmax"
-               else STYLES[name]["color"], color=STYLES[name]["color"],
+    filled = "none" if name == "naive log_softmax" else STYLES[name]["color"]
+    ax.scatter(truth, error.clamp(min=1e-6), s=14, facecolors=filled, color=STYLES[name]["color"],
                marker=STYLES[name]["marker"], linewidths=0.8, label=f"{name}, bf16 inputs")
 ax.axhline(30 * 2**-9, color="black", ls=":", lw=1.2, label="$2^{-9}$ of a logit of 30")
 ax.set(yscale="log", xlabel="true log-prob of the sampled token (nats)",

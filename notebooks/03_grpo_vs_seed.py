@@ -66,23 +66,24 @@ SPLITS = {"valid_unseen": "unseen houses", "valid_seen": "seen houses, new games
 records = experiments.read("curves")
 purpose = records[0]["purpose"]
 TRIAL = "" if purpose == "reported" else f"{purpose.upper()} RECORDS, they say nothing: "
-SEEDS = sorted({r["seed"] for r in records if r["arm"] == "seed"} & {r["seed"] for r in records
-                                                                     if r["arm"] == "grpo"})
+SEEDS = sorted({r["seed"] for r in records if r["arm"] == "seed"}
+               & {r["seed"] for r in records if r["arm"] == "grpo"})
 shared = next(experiments.todays_names(r["shared"]) for r in records if "shared" in r)
 if TRIAL:
     print("The reported runs have not been made yet. What follows is drawn from a trial that shows "
           "the machinery.\n")
 print(f"{len(SEEDS)} seeds {SEEDS}, {shared['updates']} updates of {shared['tasks_per_update']} "
-      "games x " f"{shared['group_size']} rollouts\n" f"lr {shared['lr']:g}, lambda "
-      f"{shared['lambda_opd']:g}, beta {shared['beta_opd']:g}, KL {shared['kl_coef']:g}, "
-      f"at most {shared['max_steps']} steps; Stage 1: {shared['sft_tasks']} tasks x "
-      f"{shared['sft_rollouts']} rollouts, "
-      f"{shared['sft_epochs']} epochs, anchor {shared['sft_anchor']:g}\n" "houses of task seed "
-      f"{shared['task_seed']}, evaluation at temperature {shared['eval_temperature']:g}\n"
-      f"commits {sorted({r['commit'][:10] + r['commit'][40:] for r in records})}, base "
-      f"{records[0]['base']}, " f"torch {records[0]['machine']['torch']}, one core a run")
-for change in experiments.drift(
-        records, {k: shared[k] for k in (*experiments.COMMON, *experiments.QUICK["settings"])}):
+      f"games x {shared['group_size']} rollouts\n"
+      f"lr {shared['lr']:g}, lambda {shared['lambda_opd']:g}, beta {shared['beta_opd']:g}, "
+      f"KL {shared['kl_coef']:g}, at most {shared['max_steps']} steps; "
+      f"Stage 1: {shared['sft_tasks']} tasks x {shared['sft_rollouts']} rollouts, "
+      f"{shared['sft_epochs']} epochs, anchor {shared['sft_anchor']:g}\n"
+      f"houses of task seed {shared['task_seed']}, "
+      f"evaluation at temperature {shared['eval_temperature']:g}\n"
+      f"commits {sorted({r['commit'][:10] + r['commit'][40:] for r in records})}, "
+      f"base {records[0]['base']}, torch {records[0]['machine']['torch']}, one core a run")
+then = {k: shared[k] for k in (*experiments.COMMON, *experiments.QUICK["settings"])}
+for change in experiments.drift(records, then):
     print("since then changed in the program:", change)
 
 
@@ -100,13 +101,13 @@ def won(arm: str, split: str) -> np.ndarray:
 
 AT = [r["update"] for r in lines("seed", SEEDS[0])]
 W = {(arm, split): won(arm, split) for arm in ARMS for split in SPLITS}
-assert all([r["update"] for r in lines(arm, s)] == AT for arm in ARMS
-           for s in SEEDS), "the same evaluations everywhere"
+assert all([r["update"] for r in lines(arm, s)] == AT for arm in ARMS for s in SEEDS), (
+    "the same evaluations everywhere")
 for split in SPLITS:
-    assert np.array_equal(W["seed", split][:, 0],
-                          W["grpo", split][:, 0]), "both arms start from the same policy"
-    assert len({r["eval"][split]["ids"]
-                for r in records}) == 1, "the same games everywhere: that makes pairs"
+    assert np.array_equal(W["seed", split][:, 0], W["grpo", split][:, 0]), (
+        "both arms start from the same policy")
+    assert len({r["eval"][split]["ids"] for r in records}) == 1, (
+        "the same games everywhere: that makes pairs")
     assert TRIAL or (len(SEEDS) >= 5 and W["seed", split].shape[2] >= 120)
 
 # %% [markdown]
@@ -198,8 +199,8 @@ assert np.isclose(area(np.array([[[0], [1], [1]]]), [0, 5, 20]), (2.5 + 15) / 20
 # 1/2, 1/4.
 draws = bootstrap(np.array([[0.0] * 7, [1.0] * 7]))
 shares = [np.isclose(draws, v).mean() for v in (0, 0.5, 1)]
-assert np.allclose(shares, (0.25, 0.5, 0.25),
-                   atol=0.02) and tuple(np.percentile(draws, [2.5, 97.5])) == (0, 1)
+assert np.allclose(shares, (0.25, 0.5, 0.25), atol=0.02)
+assert tuple(np.percentile(draws, [2.5, 97.5])) == (0, 1)
 # Seed effect 0 or 1, game effect 0 or 2, added: the variance is 1/4 / 2 seeds + 1 / 2 games. A
 # constant has none.
 assert abs(bootstrap(np.array([[0.0, 2.0], [1.0, 3.0]])).var() - 0.625) < 0.03
@@ -211,8 +212,8 @@ yes = dict(diff=5.0, t=(1, 9), boot=(2, 8), above=3, seeds=3)
 assert verdict(yes, "x").startswith("SEED is above GRPO: +5.0 points x; SEED ahead on 3 of 3 seeds")
 assert verdict(yes | dict(t=(-1, 11)), "x").startswith("Not decided between SEED and GRPO")
 assert "one interval contains 0" in verdict(yes | dict(t=(-1, 11)), "x")
-assert verdict(dict(diff=-5.0, t=(-9, -1), boot=(-8, -2), above=0, seeds=3),
-               "x").startswith("SEED is BELOW GRPO")
+no = dict(diff=-5.0, t=(-9, -1), boot=(-8, -2), above=0, seeds=3)
+assert verdict(no, "x").startswith("SEED is BELOW GRPO")
 
 # %% [markdown]
 # ## 3. The curves
@@ -264,8 +265,8 @@ draw_curves(None if TRIAL or QUICK else HERE / "data" / "curves.png")
 
 # %%
 ends = {}
-print(f"{'split':13s} {'what':12s} {'SEED':>6s} {'GRPO':>6s} {'diff':>6s}   {'t over seeds':>16s}  "
-      " " f"{'seeds and games':>16s}")
+print(f"{'split':13s} {'what':12s} {'SEED':>6s} {'GRPO':>6s} {'diff':>6s}   {'t over seeds':>16s}"
+      f"   {'seeds and games':>16s}")
 for split in SPLITS:
     s, g = W["seed", split], W["grpo", split]
     for what, a, b in (("last update", s[:, -1], g[:, -1]), ("area", area(s, AT), area(g, AT))):
@@ -280,8 +281,8 @@ for (split, what), c in ends.items():
     print(TRIAL + verdict(c, f"on {SPLITS[split]}, {what}"))
 # the README says why there are more
 first = compare(*(W[arm, "valid_unseen"][:5, -1] for arm in ("seed", "grpo")))
-print(f"{TRIAL}the five seeds that were planned, unseen houses, last update: {first['diff']:+.1f}  "
-      f" {both(first)}")
+print(f"{TRIAL}the five seeds that were planned, unseen houses, last update: "
+      f"{first['diff']:+.1f}   {both(first)}")
 
 # %% [markdown]
 # The same as a table for the README. (Its figure is `data/curves.png`, which section 3 draws from
@@ -292,22 +293,22 @@ print(f"{TRIAL}the five seeds that were planned, unseen houses, last update: {fi
 def readme_table() -> str:
     """Markdown: both arms with their t-intervals over seeds, the paired difference, n, seeds, and
     how it was made."""
-    rows = ["| split (games x seeds) | at | SEED | GRPO | SEED - GRPO: t over seeds | seeds and "
-            "games |", "|---|---|---|---|---|---|"]
+    rows = ["| split (games x seeds) | at | SEED | GRPO | SEED - GRPO: t over seeds "
+            "| seeds and games |", "|---|---|---|---|---|---|"]
     for (split, what), c in ends.items():
         scores = W["seed", split], W["grpo", split]
         tables = [w[:, -1] if what == "last update" else area(w, AT) for w in scores]
         arms = ["{:.1f} ± {:.1f}%".format(*mean_half(100 * table.mean(1))) for table in tables]
         gaps = ["{:+.1f} to {:+.1f}".format(*c[key]) for key in ("t", "boot")]
-        rows.append(f"| {SPLITS[split]} ({tables[0].shape[1]} x {c['seeds']}) | {what} | {arms[0]} "
-                    f"| {arms[1]} | " f"{c['diff']:+.1f} ({gaps[0]}) | {gaps[1]} |")
+        rows.append(f"| {SPLITS[split]} ({tables[0].shape[1]} x {c['seeds']}) | {what} "
+                    f"| {arms[0]} | {arms[1]} | {c['diff']:+.1f} ({gaps[0]}) | {gaps[1]} |")
     seconds = [r["wall_seconds"] for s in SEEDS for arm in ("start", *ARMS)
                for r in lines(arm, s)[-1:]]
     took = f", {sum(seconds) / 60:.0f} minutes of one core in all" if all(seconds) else ""
     machine = records[0]["machine"]
-    rows += ["", f"{TRIAL}`python notebooks/experiments.py curves`, seeds {SEEDS}, {AT[-1]} "
-             "updates, task seed " f"{shared['task_seed']}; {machine['cores']} CPU cores, torch "
-             f"{machine['torch']}{took}. "
+    rows += ["", f"{TRIAL}`python notebooks/experiments.py curves`, seeds {SEEDS}, "
+             f"{AT[-1]} updates, task seed {shared['task_seed']}; {machine['cores']} CPU cores, "
+             f"torch {machine['torch']}{took}. "
              "± and brackets: 95% intervals; SEED and GRPO are paired by seed and game."]
     return "\n".join(rows)
 
@@ -428,17 +429,18 @@ mean = {(arm, key): float(np.nanmean(series(arm, key))) for arm in ARMS
 for arm in ARMS:
     print(f"{arm.upper():5s} means over the run: KL {mean[arm, 'kl']:.3f}, invalid actions "
           f"{mean[arm, 'invalid_action_rate']:.0%}, groups that tie "
-          f"{mean[arm, 'frac_outcome_tied']:.0%}, " f"{mean[arm, 'step_time']:.1f} s an update")
+          f"{mean[arm, 'frac_outcome_tied']:.0%}, {mean[arm, 'step_time']:.1f} s an update")
 print(f"SEED takes {mean['seed', 'step_time'] / mean['grpo', 'step_time'] - 1:+.0%} time "
       "per update.")
-parsed, gap = float(series("seed", "parse_rate").mean()), series("seed", "delta_won") - series(
-    "seed", "delta_lost")
-print(f"{parsed:.0%} of the analyses parse: " + ("SEED was SEED." if parsed > 0.5 else "most of "
-                                                 "this was plain GRPO, whatever the curves say!"))
+parsed = float(series("seed", "parse_rate").mean())
+gap = series("seed", "delta_won") - series("seed", "delta_lost")
+print(f"{parsed:.0%} of the analyses parse: "
+      + ("SEED was SEED." if parsed > 0.5
+         else "most of this was plain GRPO, whatever the curves say!"))
 # nan where no seed won an episode in an update
 if np.isfinite(gap).any():
     print(f"Delta is {'higher' if np.nanmean(gap) > 0 else 'LOWER'} on won than on lost episodes, "
-          "by " f"{abs(np.nanmean(gap)):.3f} nats per token.")
+          f"by {abs(np.nanmean(gap)):.3f} nats per token.")
 assert TRIAL or parsed > 0.5
 
 # %% [markdown]
@@ -480,8 +482,8 @@ start = {arm: rows[0]["eval"]["valid_unseen"]["won"] for arm, rows in live.items
 first = {arm: next(v for r in rows for v in r["training"].get("success", []))
          for arm, rows in live.items()}
 assert start["seed"] == start["grpo"], "the same policy, the same games, the same luck"
-assert first["seed"] == first["grpo"], ("before the first step of the optimizer the two arms are "
-                                        "the same program")
+assert first["seed"] == first["grpo"], (
+    "before the first step of the optimizer the two arms are the same program")
 assert ("parse_rate" in live["seed"][-1]["training"]
         and "parse_rate" not in live["grpo"][-1]["training"])
 

@@ -66,8 +66,8 @@ exec(next(cell["source"] for cell in source if "def bootstrap(" in cell["source"
 
 # %%
 records = experiments.read("curves", "ablations", "sensitivity")
-assert len({(r["settings_hash"], r["base"], r["purpose"])
-            for r in records}) == 1, "only the like is compared"
+assert len({(r["settings_hash"], r["base"], r["purpose"]) for r in records}) == 1, (
+    "only the like is compared")
 purpose = records[0]["purpose"]
 TRIAL = "" if purpose == "reported" else f"{purpose.upper()} RECORDS, they say nothing: "
 runs = {}
@@ -133,9 +133,10 @@ against = {(arm, split): compare(end(arm, split), end("seed", split)) for arm in
 on_the_way = {arm: compare(way(arm), way("seed")) for arm in ("grpo", *NAMES)}
 for split, words in SPLITS.items():
     print(f"{words}, update {AT[-1]}, {len(SEEDS)} seeds x {end('seed', split).shape[1]} games; "
-          f"SEED {100 * end('seed', split).mean():.1f}%, area "
-          f"{100 * way('seed', split).mean():.1f}%\n" "                            minus SEED, t "
-          "over seeds, seeds and games                    area")
+          f"SEED {100 * end('seed', split).mean():.1f}%, "
+          f"area {100 * way('seed', split).mean():.1f}%\n"
+          "                            minus SEED, t over seeds, seeds and games"
+          "                    area")
     for arm in ("grpo", *NAMES):
         c = against[arm, split]
         print(f"  {NAMES.get(arm, 'GRPO'):17s} {c['a']:5.1f}%   {c['diff']:+6.1f}   {both(c)}"
@@ -143,8 +144,8 @@ for split, words in SPLITS.items():
 print("\nduring training     parses gates>.5  D won    D lost   invalid    KL     ties")
 for arm in ("seed", "grpo", *NAMES):
     text = "  ".join(f"{dash(metric(arm, key), spec):>7s}" for key, spec in (
-        ("parse_rate", ".0%"), ("gate_above_half", ".0%"), ("delta_won", "+.3f"),
-        ("delta_lost", "+.3f"),
+        ("parse_rate", ".0%"), ("gate_above_half", ".0%"),
+        ("delta_won", "+.3f"), ("delta_lost", "+.3f"),
         ("invalid_action_rate", ".0%"), ("kl", ".3f"), ("frac_outcome_tied", ".0%")))
     print(f"{NAMES.get(arm, arm.upper()):17s} {text}")
 
@@ -178,8 +179,8 @@ for ax, title, groups in ((axes[0], f"update {AT[-1]}", last),
                           (axes[1], "on the way (area)",
                            {"unseen": [on_the_way[a] for a in NAMES]})):
     for offset, (label, values) in zip((-0.14, 0.14), groups.items()):
-        style = dict(fmt="o", color=BLUE,
-                     mfc=BLUE) if label == "unseen" else dict(fmt="s", color=ORANGE, mfc="white")
+        style = (dict(fmt="o", color=BLUE, mfc=BLUE) if label == "unseen"
+                 else dict(fmt="s", color=ORANGE, mfc="white"))
         ax.errorbar([c["diff"] for c in values], np.arange(len(NAMES)) + offset, capsize=3, ms=5,
                     xerr=[c["t"][1] - c["diff"] for c in values], label=f"{label} houses", **style)
     ax.axvline(0, color=GREY, lw=0.8)
@@ -208,8 +209,9 @@ controls = {"at the last update": compare(end("seed"), end("shuffled")),
             "on the way": compare(way("seed"), way("shuffled"))}
 clear = " and ".join(what for what, c in controls.items() if min(c["t"][0], c["boot"][0]) > 0)
 print("\n" + TRIAL + "The control: "
-      + (f"what the skill says matters here ({clear})." if clear else "that the skill's own "
-         "content matters is NOT shown; another episode's skill did not do clearly worse."))
+      + (f"what the skill says matters here ({clear})." if clear
+         else "that the skill's own content matters is NOT shown; another episode's skill did not "
+              "do clearly worse."))
 # without its term SEED must be GRPO, to the last game: this checks the ablation, and determinism
 for s in SEEDS:
     for a, b in zip(lines("no_opd", s), lines("grpo", s)):
@@ -246,8 +248,8 @@ def draw_sensitivity() -> None:
                               100 * metric(arm, "invalid_action_rate", FEW))
             mean, half = mean_half(rates)
             default = arm == "seed"
-            style = dict(fmt="o", color=BLUE, mfc=BLUE) if default else dict(fmt="s", color=ORANGE,
-                                                                             mfc="white")
+            style = (dict(fmt="o", color=BLUE, mfc=BLUE) if default
+                     else dict(fmt="s", color=ORANGE, mfc="white"))
             bar = [[min(half, mean)], [min(half, 100 - mean)]]
             axes[0, column].errorbar(x, mean, yerr=bar, capsize=3, ms=8, **style)
             axes[0, column].plot(np.full(len(FEW), x + 0.12), rates, ".", color="black", ms=4)
@@ -305,11 +307,11 @@ ALL = sorted(s for a, s in runs if a == "seed")
 parsing = np.array([[v for r in lines("seed", s) for v in r["training"].get("parse_rate", [])]
                     for s in ALL])
 print(f"\n{TRIAL}{len(ALL)} seeds: of the policy's own analyses {parsing[:, :5].mean():.0%} parse "
-      "in the first five updates, " f"{parsing[:, -5:].mean():.0%} in the last five (lowest seed "
+      f"in the first five updates, {parsing[:, -5:].mean():.0%} in the last five (lowest seed "
       f"{parsing[:, -5:].mean(1).min():.0%})")
 for split, words in SPLITS.items():
-    rates = [100 * np.mean([runs["start", s][at]["eval"][split]["won"].count(
-        "1") / runs["start", s][at]["eval"][split]["n"] for s in ALL]) for at in ("base", "sft")]
+    evals = {at: [runs["start", s][at]["eval"][split] for s in ALL] for at in ("base", "sft")}
+    rates = [100 * np.mean([e["won"].count("1") / e["n"] for e in rows]) for rows in evals.values()]
     print(f"{TRIAL}{words}, alone: base {rates[0]:.1f}%, after Stage 1 {rates[1]:.1f}%, mean of "
           f"{len(ALL)} seeds")
 

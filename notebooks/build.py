@@ -1,9 +1,10 @@
 """Turn the notebooks' sources (py:percent, *.py) into *.ipynb, and check that the two agree.
 
-    python notebooks/build.py                 # rewrite every .ipynb from its .py; outputs of
-    unchanged cells are kept python notebooks/build.py --check         # exit 1 if a .ipynb does not
-    hold exactly its source (CI) python notebooks/build.py --execute 01    # run the notebooks whose
-    name starts so, and store their outputs
+    python notebooks/build.py                # every .ipynb from its .py; outputs of unchanged
+                                             # cells are kept
+    python notebooks/build.py --check        # exit 1 if a .ipynb is not exactly its source (CI)
+    python notebooks/build.py --execute 01   # run the notebooks whose name starts so, and store
+                                             # their outputs
 
 The .py files are what we edit and review (they diff well and run as scripts); the .ipynb files are
 what you open.
@@ -26,8 +27,8 @@ def cells_of(source: str) -> list[nbformat.NotebookNode]:
     for k, part in enumerate(re.split(r"^# %%", source, flags=re.MULTILINE)[1:]):
         head, _, body = part.partition("\n")
         if "[markdown]" in head:
-            cell = nbformat.v4.new_markdown_cell("\n".join(line.removeprefix("#").removeprefix(" ")
-                                                           for line in body.strip().split("\n")))
+            lines = [line.removeprefix("#").removeprefix(" ") for line in body.strip().split("\n")]
+            cell = nbformat.v4.new_markdown_cell("\n".join(lines))
         else:
             cell = nbformat.v4.new_code_cell(body.strip())
         cell["id"] = f"cell-{k:03d}"
@@ -47,8 +48,9 @@ def build(source: Path) -> nbformat.NotebookNode:
                for c in nbformat.read(target, 4)["cells"] if c["cell_type"] == "code"}
         for cell in notebook["cells"]:
             if cell["cell_type"] == "code" and cell["source"] in old:
-                cell["outputs"], cell["execution_count"] = (old[cell["source"]]["outputs"],
-                                                            old[cell["source"]]["execution_count"])
+                before = old[cell["source"]]
+                cell["outputs"], cell["execution_count"] = (before["outputs"],
+                                                            before["execution_count"])
     return notebook
 
 

@@ -194,12 +194,6 @@ def lost_episodes(world):
 # --------------------------------------------------------------------------------------------------
 # The contract
 # --------------------------------------------------------------------------------------------------
-def test_settings_have_plain_defaults(any_world):
-    known = envs.settings_of(type(any_world.env))
-    assert inspect.Parameter.empty not in known.values(), "a setting has no default"
-    assert all(isinstance(v, (bool, int, float, str)) for v in known.values()), known
-
-
 def test_tasks_are_the_same_for_the_same_seed_and_splits_share_none(any_world):
     tasks, every = any_world.tasks, [task for split in any_world.tasks.values() for task in split]
     assert any_world.notice.isprintable() and set(tasks) <= set(envs.SPLITS) and tasks["train"]

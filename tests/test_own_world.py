@@ -64,7 +64,6 @@ class Env(envs.Env):
 '''
 # test of the contract -> a bug that it must find: (correct, wrong).
 BUGS = {
-    "settings_have_plain_defaults": ("top: int = 30", "top: int = 30, tries=None"),
     "tasks_are_the_same_for_the_same_seed": ('envs.counted_rng(seed, "numbers").',
                                              "envs.np.random."),
     "splits_share_none": ("numbers[i::3]", "numbers[i:]"),
@@ -122,6 +121,7 @@ WRONG = [
     (["--env", "guess", "--env_args", "top"], r"_args 'top': the settings of guess are top=30"),
     (["--env", "guess", "--env_args", "size=3"], r"'size=3': the settings of guess are top=30"),
     (["--env", "guess", "--env_args", "top=high"], r"top must be int, not 'high'"),
+    (["--env", "no_default"], r"no_default: the setting 'tries' of its class Env needs a default"),
     (["--env", "alfworld", "--env_args", "list_actions=maybe"], r"must be bool, not 'maybe'"),
     (["--env", "alfworld", "--env_args", "games=new"], r"auto, official or generated"),
 ]
@@ -132,7 +132,9 @@ def folder(tmp_path, monkeypatch):
     """A student's folder, and one stands in it."""
     monkeypatch.chdir(tmp_path)
     for name, text in {"guess": GUESS, "empty": "", "other": "class Env:\n    pass\n",
-                       "broken": "class Env(\n"}.items():
+                       "broken": "class Env(\n",
+                       "no_default": GUESS.replace("top: int = 30", "tries, top: int = 30"),
+                       }.items():
         (tmp_path / f"{name}.py").write_text(text)
 
 
