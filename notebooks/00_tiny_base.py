@@ -94,7 +94,7 @@ def build_tokenizer(game_texts: list[str]):
     with a chat template."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
-    constants = skills.phrases(WORLD, *alfworld.SENTENCES)
+    constants = list(skills.phrases(WORLD, *alfworld.SENTENCES))
     phrases = list(dict.fromkeys(p for p in constants + sentence_pieces(game_texts) + QUESTIONS
                                  if len(p) > 1))
     names = [f"{t} {n}" for t in TYPES for n in NUMBERS] + TYPES

@@ -1,5 +1,5 @@
-"""What the safety of a run costs: `python tests/safety_cost.py [options of seed_mini.py]` prints its
-share of the main job's time.
+"""What the safety of a run costs: `python tests/safety_cost.py [options of seed_mini.py]` prints
+its share of the main job's time.
 
 One run, one stopwatch around each safety measure: the share is a ratio within that run, so a busy
 machine does not matter much.
