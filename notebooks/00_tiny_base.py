@@ -653,12 +653,13 @@ def train_base(model, policy, cfg, corpus, steps: int, lr: float = 3e-3):
 # ## 7. Make it
 #
 # About ten minutes on two cores. On one kind of processor a making is repeated bit for bit: where
-# the shipped base was made, its `model.safetensors` has the SHA-256 `571d31ed...99e6b7`, twice.
-# Another kind rounds matrix products differently: the outputs below come from a processor on which
-# the same recipe gives `7e53ebc0...c86e08b`, in this form and in that of commit eec99fb, and losses
-# part from those of the shipped one between steps 200 and 300. (It took the line about
-# deterministic algorithms at the top: without it two threads add up one gradient in the order in
-# which they arrive.)
+# the shipped base was made, its `model.safetensors` twice had the SHA-256
+# `571d31edb61c24069bee9f3192f911527a6074b33ed240b2fc9d08b8a999e6b7`. Another kind rounds matrix
+# products differently: the outputs below come from a processor on which the same recipe gives
+# `7e53ebc00e1354480da79640a507232969731d79ca6575147e702c8e2c86e08b`, in this form and in that of
+# commit eec99fb, and losses part from those of the shipped one between steps 200 and 300. (It took
+# the line about deterministic algorithms at the top: without it two threads add up one gradient in
+# the order in which they arrive.)
 
 # %%
 if __name__ == "__main__":
