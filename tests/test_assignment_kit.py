@@ -241,6 +241,7 @@ def test_mutant_fails_on_its_exercise(shared, answers, tmp_path, exercise, name,
 BUILT_ON = {2: {4, 6}, 4: {6}}
 
 
+@pytest.mark.slow
 def test_other_years_have_other_numbers(shared, monkeypatch):
     monkeypatch.setattr(exercises, "SEED", 2031)
     answers = kit.Answers(None)
@@ -304,7 +305,12 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
+WAITS = ("loops", "sleeps", "loops when loaded")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in WAITS)) for name in BAD]
+)
 def test_a_bad_submission_is_marked_and_not_fatal(shared, answers, tmp_path, monkeypatch, name):
     monkeypatch.setattr(kit, "CALL_SECONDS", 1)
     source, message = BAD[name]
@@ -335,6 +341,7 @@ def test_a_submission_leaves_no_process_behind(tmp_path):
             time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_the_time_of_a_submission_is_bounded(tmp_path):
     (tmp_path / "bad.py").write_text("while True: pass")
     worker, start = kit.Worker(tmp_path / "bad.py", seconds=3), time.monotonic()
@@ -400,6 +407,7 @@ def test_a_handout_holds_no_solution(handout):
     assert kit.tables()["ANSWERS"][1][:40] not in text
 
 
+@pytest.mark.slow
 def test_a_handouts_modules_are_the_project_otherwise(handout):
     for file in ("envs.py", "policy.py", "runs.py", *(ROOT / "environments").glob("*.py")):
         name = (ROOT / file).relative_to(ROOT)
@@ -413,6 +421,7 @@ def test_a_handouts_modules_are_the_project_otherwise(handout):
     assert "Skill to follow: x" in done.stdout and "NotImplementedError" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_handout_grades_by_recorded_answers(handout, tmp_path):
     untrained = ("-k", "not training")
     done = graders(*untrained, f"--junitxml={tmp_path / 'marks.xml'}", cwd=handout)

@@ -156,6 +156,7 @@ def compare_with_alfworld(game, seed, n):
 
 
 @needs_stock
+@pytest.mark.slow
 def test_text_is_that_of_AlfredTWEnv_on_generated_games(games):
     assert (
         sum(compare_with_alfworld(game, seed, 40) for seed, game in enumerate(games[1::2])) >= 200
@@ -163,6 +164,7 @@ def test_text_is_that_of_AlfredTWEnv_on_generated_games(games):
 
 
 @needs_stock
+@pytest.mark.slow
 def test_text_is_that_of_AlfredTWEnv_on_official_games_of_both_wordings(official):
     small = [
         next(g for g in official[6:18] if g.kind == kind)
@@ -549,6 +551,7 @@ def test_nothing_is_left_after_close_or_after_an_error(games):
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.slow
 def test_nothing_is_left_after_ctrl_c_or_kill_even_if_a_worker_hangs(games, how):
     code = (
         "import envs, json, runs, signal, sys\n"

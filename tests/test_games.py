@@ -303,6 +303,7 @@ def test_official_folders(official, monkeypatch):
         envs.check(envs.make(envs.find("alfworld"), ["games=official"]), games)
 
 
+@pytest.mark.slow
 def test_solve_wins_official_games(official):
     """Official files carry no walkthrough: solve() has to find one in their PDDL. One game of each
     task type."""

@@ -94,6 +94,7 @@ def contract(*options, cwd):
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_the_contract_passes_a_correct_world_and_finds_each_bug(tmp_path):
     (tmp_path / "guess.py").write_text(GUESS)
     names = ["--env", "./guess.py", "--env", "guess"]
@@ -180,6 +181,7 @@ sys.exit(seed_mini.main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_without_alfworlds_engine_all_but_playing_it_works(folder, tmp_path):
     """Import, wording, plan and hindsight; games on disk or new ones are one sentence."""
     surroundings = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path / "c")}

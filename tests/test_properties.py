@@ -96,6 +96,7 @@ def test_no_hostile_text_puts_a_control_token_into_a_sequence(base):  # noqa: F8
         assert all((lp == 0.0) or on for lp, on in zip(roll.logp, roll.sampled))
 
 
+@pytest.mark.slow
 def test_an_enormous_line_ends_the_episode_and_is_never_cut(base):  # noqa: F811
     started, huge = time.perf_counter(), "mug 1 " * 200_000
     cfg = t.config()

@@ -401,7 +401,8 @@ def launch(monkeypatch, *args):
     return sm.main([*flags, "--env_args", *gpu_check.ENV_ARGS, *map(str, args)])
 
 
-@pytest.mark.parametrize("flags", [(), ("--ablate", "no_sft")])
+@pytest.mark.parametrize("flags", [pytest.param((), marks=pytest.mark.slow),
+                                   ("--ablate", "no_sft")])
 def test_a_resumed_run_has_one_base_and_the_same_adapter_and_reference(
     folder, tmp_path, monkeypatch, flags
 ):
@@ -858,6 +859,7 @@ def test_a_rollout_halves_its_batch_and_plays_the_same_episodes(folder, monkeypa
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_the_analysis_halves_its_batch_too(folder, monkeypatch):
     cfg, policy = loaded(folder)
     rolls, _ = play(policy, cfg)
@@ -868,6 +870,7 @@ def test_the_analysis_halves_its_batch_too(folder, monkeypatch):
     assert counters["out of memory: rollout_batch halved"] == 1 and replies == expected
 
 
+@pytest.mark.slow
 def test_training_and_scoring_halve_their_micro_batches_and_lose_nothing(folder, monkeypatch):
     adapters, counters = [], []
     # padded tokens that the card holds, without and with gradient
@@ -902,6 +905,7 @@ def test_training_and_scoring_halve_their_micro_batches_and_lose_nothing(folder,
     assert all((adapters[0][name] - adapters[1][name]).abs().max() < 1e-4 for name in adapters[0])
 
 
+@pytest.mark.slow
 def test_stage_1_halves_its_micro_batches_too(folder, monkeypatch):
     losses_ = []
     for most in (10_000, 400):
@@ -1045,6 +1049,7 @@ def test_token_costs_by_hand():
     assert gpu_check.token_costs(policy, env, cfg, nothing) == (0, 0)
 
 
+@pytest.mark.slow
 def test_the_gpu_check_runs_small(tmp_path):
     seed, grpo = gpu_check.check(tmp_path, DIMS, **SMALL)
     assert seed["parse_rate"] == 1 and "parse_rate" not in grpo

@@ -145,6 +145,7 @@ STOPS = [
 ]
 
 
+@pytest.mark.slow
 def test_a_run_stopped_anywhere_and_resumed_is_the_same_run(finished, tmp_path):
     """One run, stopped at every point in turn, and resumed each time."""
     flags = ()
@@ -378,6 +379,7 @@ def test_no_opd_analyzes_and_logs_but_trains_like_grpo(finished, tmp_path):
     assert rl[0]["parse_rate"] == 0.75 and rl[0]["delta_mean"] is not None
 
 
+@pytest.mark.slow
 def test_static_skills_come_from_the_stage_1_analyzer(finished, tmp_path):
     folder, rl, rows = arm(tmp_path, finished, "--ablate", "static", updates=2)
     assert rl[0]["parse_rate"] == 1.0 and len(rows) == 8
