@@ -376,7 +376,8 @@ def _sweep(h, weight, tokens, inv_t, scratch, want_gradient, want_entropy):
     # the label's logit gets its own exact dot product ...
     acc = h.to(wide, copy=True).mul_(own_row)
     own = acc.sum(1).mul_(inv_t)  # [n]
-    anchor = own.to(gemm).to(wide)  # ... and all others are computed relative to it (see _logits)
+    # ... and all others are computed relative to it (see _logits).
+    anchor = own.to(gemm).to(wide)
     acc.zero_()  # [n, H] from here on: sum of e_j W_j
     # [n] each
     peak, total, moment = torch.full_like(own, NEVER), torch.zeros_like(own), torch.zeros_like(own)
@@ -384,22 +385,26 @@ def _sweep(h, weight, tokens, inv_t, scratch, want_gradient, want_entropy):
     for v in range(0, weight.shape[0], _tile(weight)):
         w = weight[v:v + _tile(weight)].to(gemm)  # [k, H]
         z = _logits(h, w, anchor, inv_t, scratch)  # [n, k]
-        _fill_label(z, tokens - v, NEVER)  # what follows is about the others
+        # What follows is about the others.
+        _fill_label(z, tokens - v, NEVER)
         new_peak = torch.maximum(peak, z.amax(1))
         shrink = torch.exp(peak - new_peak)
         z.sub_(new_peak[:, None])
         ln_e = z.clone() if want_entropy else None
         e = z.exp_()
-        if want_entropy:  # moment = sum of e ln e, brought to the new maximum like the other two
+        # moment = sum of e ln e, brought to the new maximum like the other two.
+        if want_entropy:
             moment = shrink * (moment + (peak - new_peak) * total) + ln_e.mul_(e).sum(1)
         total = shrink * total + e.sum(1)
         if want_gradient:
             _add_product(acc.mul_(shrink[:, None]), e.to(gemm), w)
         peak = new_peak
-    odds = own - anchor - peak - total.log()  # z_y - R: the label against the rest
+    # z_y - R: the label against the rest.
+    odds = own - anchor - peak - total.log()
     rest = torch.sigmoid(-odds)  # 1 - p_y, without cancellation
     logp, entropy = F.logsigmoid(odds), torch.zeros_like(own)
-    if want_entropy:  # chain rule: first "y or another?", then which other
+    # Chain rule: first "y or another?", then which other.
+    if want_entropy:
         others = total.log() - moment / total
         entropy = -logp.exp() * logp + torch.special.entr(rest) + rest * others
     if not want_gradient:

@@ -30,8 +30,10 @@ from envs import Env, Episode
 # --------------------------------------------------------------------------------------------------
 # 1. Text is data; the skill block
 # --------------------------------------------------------------------------------------------------
-MAX_SKILL_WORDS = 60    # advice, not a report; the rule analyzer's longest skill has 37 words
-MAX_SKILL_CHARS = 480   # a "word" can be a megabyte
+# Advice, not a report; the rule analyzer's longest skill has 37 words.
+MAX_SKILL_WORDS = 60
+# A "word" can be a megabyte.
+MAX_SKILL_CHARS = 480
 # of one observation or response in the analyzer's prompt: 512 response tokens fit
 MAX_TEXT_CHARS = 2400
 SKILL_TITLE = "Skill to follow:"
@@ -142,7 +144,8 @@ def canonical_reply(summary: str, skill: str) -> str:
 # --------------------------------------------------------------------------------------------------
 # 3. Reading the analyzer's reply
 # --------------------------------------------------------------------------------------------------
-MAX_REPLY_CHARS = 200_000   # a 10,000-word skill still parses (and is cut); more is refused unread
+# A 10,000-word skill still parses (and is cut); more is refused unread.
+MAX_REPLY_CHARS = 200_000
 STATUSES = {
     "ok": "a JSON object with exactly the two keys (prose, a code fence or a thinking block around "
           "it do not matter)",
@@ -162,8 +165,10 @@ class Reply(NamedTuple):
     (mask 0; GRPO stays)."""
     skill: str
     summary: str
-    status: str         # a key of STATUSES; "ok" and "repaired" have a skill, all others have none
-    cut: bool = False   # the skill was longer than the cap
+    # A key of STATUSES; "ok" and "repaired" have a skill, all others have none.
+    status: str
+    # The skill was longer than the cap.
+    cut: bool = False
     # parse_replies only: what was written where no skill could be read, as one line, shortened
     text: str = ""
 
@@ -195,7 +200,8 @@ def parse_reply(text: str) -> Reply:
               for match in _OBJECT.finditer(body)][-8:] or [body.find("{")] * ("{" in body)
     best, end = Reply("", "", "no json"), 0
     for start in starts:
-        if start >= end:   # else it lies inside an object that has been read
+        # Else it lies inside an object that has been read.
+        if start >= end:
             found, end = _read_object(body, start)
             best = found if found.skill or not best.skill else best
     return best
@@ -224,7 +230,8 @@ def _read_object(text: str, start: int) -> tuple[Reply, int]:
         return _reply_from(value, mended=False), end
     except (ValueError, RecursionError):
         pass
-    pieces, last, depth, bare = [], start, 0, 0   # now find its end, leaving out trailing commas
+    # Now find its end, leaving out trailing commas.
+    pieces, last, depth, bare = [], start, 0, 0
     for match in _TOKEN.finditer(text, start):
         token = match[0]
         # characters outside of strings
@@ -245,7 +252,8 @@ def _read_object(text: str, start: int) -> tuple[Reply, int]:
                 warnings.simplefilter("ignore")
                 return _reply_from(read(snippet), mended=True), last
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-            if bare > 400:   # literal_eval can exhaust the interpreter on a deep expression
+            # literal_eval can exhaust the interpreter on a deep expression.
+            if bare > 400:
                 break
     return Reply("", "", "no json"), last
 

@@ -274,7 +274,8 @@ def read_trace(episode: Episode, info: TaskInfo) -> tuple[str, Counter]:
         t["seen"] += bool(listed.search(step.observation))
         verb, _, rest = step.action.partition(" ")
         take, put, treat = (pattern.fullmatch(step.action) for pattern in (_TAKE, _PUT, _TREAT))
-        name = (take or put or treat or [held, held])[1]   # the object in hand
+        # The object in hand.
+        name = (take or put or treat or [held, held])[1]
         wanted = name.rsplit(" ", 1)[0] == info.object
         if not step.valid or result.strip() == NOTHING or verb in ("look", "inventory", "help",
                                                                    "examine"):
@@ -310,7 +311,8 @@ def find_mistake(info: TaskInfo, place: str, t: Counter, steps: int) -> str:
     and why (see read_trace)."""
     if 2 * t["wasted"] > steps:
         return "no effect"
-    if not place:   # a wanted object was never taken
+    # A wanted object was never taken.
+    if not place:
         if t["other"] or t["seen"]:
             return "wrong object" if t["other"] else "passed"
         if t["left closed"] > t["opened"]:

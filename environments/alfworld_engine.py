@@ -285,7 +285,8 @@ def _translate(domain: str, problem: str) -> dict:
         raise ValueError(
             f"its PDDL problem has no solution or names an object twice ({error!r})") from error
     finally:
-        sys.argv = argv                                               # the translator overwrites it
+        # The translator overwrites it.
+        sys.argv = argv
     # task.init also holds distances between locations; they are numbers, which no query of a
     # grammar can name.
     facts = [[atom.predicate, list(atom.args)] for atom in task.init

@@ -312,7 +312,8 @@ def _draw_games(seed: int, counts: dict[str, int]):
         unseen = split == "valid_unseen"
         for index in range(counts.get(split, 0)):
             task_type, setup, attempt = TASK_TYPES[index % 6], None, 0
-            while setup is None:                             # until the house can hold the task
+            # Until the house can hold the task.
+            while setup is None:
                 rng = random.Random(f"{seed} {split} {index} {attempt}")
                 attempt += 1
                 if split == "valid_seen":
